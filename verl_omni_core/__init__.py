@@ -1,0 +1,18 @@
+"""RL post-training for diffusion, unified and omni-modality generators.
+
+Importing this package imports neither torch, nor ray, nor prefect: heavy modules are imported by the code that
+needs them.
+"""
+
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "train":
+        from verl_omni_core.train import train
+
+        return train
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,40 @@
+"""What a scorer offers: one number a sample, or a missing one with a reason."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class ScoringItem:
+    """One finished sample as scorers see it."""
+
+    sample_id: str
+    image: np.ndarray
+    """uint8 [C, H, W]."""
+    prompt: str
+    ground_truth: str | None = None
+    data_source: str | None = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of one scorer on one sample; ``value`` is none exactly if ``error`` says why."""
+
+    value: float | None
+    error: str | None = None
+    extra: Mapping[str, float | str] = field(default_factory=dict)
+
+
+class Scorer(Protocol):
+    """A component's ``build(options)`` returns one. A batch in, as many scores out, in order."""
+
+    RANGE: tuple[float, float]
+    VERSION: str
+
+    def score(self, items: Sequence[ScoringItem]) -> list[Score]:
+        """Score a batch. May raise: the caller turns that into missing values after its retries."""
+        ...

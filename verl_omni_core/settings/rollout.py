@@ -1,0 +1,30 @@
+"""Which engine generates, on how many replicas, in what batches."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from verl_omni_core.settings.base import Settings
+from verl_omni_core.settings.model import Dtype
+
+
+class RolloutSettings(Settings):
+    """The generation side."""
+
+    name: str = Field("vllm_omni", description="Engine: a component of verl_omni_core.rollout.")
+    group_size: int = Field(8, ge=1, description="Samples a prompt; at least 2 where advantages compare a group.")
+    replicas: int = Field(1, ge=1, description="Engines that generate side by side.")
+    tensor_parallel: int = Field(1, ge=1, description="Devices an engine spans.")
+    max_batch: int = Field(32, ge=1, description="Most requests that an engine runs in one forward pass.")
+    batch_wait_ms: float = Field(30, ge=0, description="How long an engine waits for a batch to fill, milliseconds.")
+    pack_size: int = Field(32, ge=1, description="Samples of one shard: the unit of commit and of retry.")
+    dtype: Dtype = Field("float32", description="Dtype in which the engine computes.")
+    threads: int = Field(2, ge=1, description="CPU threads of an engine, where it runs on a CPU.")
+    agent_workers: int = Field(1, ge=1, description="Agent-loop workers that feed the engines.")
+    agent_loop: str = Field("diffusion_single_turn_agent", description="Agent loop of rows that name none.")
+    max_concurrency: int = Field(256, ge=1, description="Samples in flight in an agent-loop worker.")
+    request_timeout_s: float = Field(300, gt=0, description="Deadline of one generation request, seconds.")
+    start_timeout_s: float = Field(300, gt=0, description="Deadline of an engine's start, seconds.")
+    max_attempts: int = Field(3, ge=1, description="Attempts a pack, on other replicas where there are any.")
+    failure: Literal["fail"] = Field("fail", description="What happens when a pack fails for good.")
+    options: dict[str, Any] = Field({}, description="Further options of the engine, passed to it as they are.")
