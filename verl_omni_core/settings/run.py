@@ -1,7 +1,5 @@
 """The whole tree: what one run is."""
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from verl_omni_core.settings.algorithm import AlgorithmSettings
@@ -43,9 +41,8 @@ class WeightsSettings(Settings):
 
 
 class DurabilitySettings(Settings):
-    """What must survive a crash."""
+    """What the run leaves on disk."""
 
-    level: Literal["snapshot"] = Field("snapshot", description="What each update leaves on disk.")
     min_free_gb: float = Field(1.0, ge=0, description="Free space below which no stage starts, GB.")
 
 
@@ -76,7 +73,7 @@ class RunConfig(Settings):
     algorithm: AlgorithmSettings = Field(AlgorithmSettings(), description="How rewards become a gradient.")
     training: TrainingSettings = Field(TrainingSettings(), description="Trainer and optimizer.")
     weights: WeightsSettings = Field(WeightsSettings(), description="Weight sync.")
-    durability: DurabilitySettings = Field(DurabilitySettings(), description="What survives a crash.")
+    durability: DurabilitySettings = Field(DurabilitySettings(), description="What the run leaves on disk.")
     tracking: TrackingSettings = Field(TrackingSettings(), description="Trackers and pictures.")
     cluster: ClusterSettings = Field(ClusterSettings(), description="Ray.")
 
