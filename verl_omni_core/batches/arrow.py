@@ -190,6 +190,11 @@ def column_list(column: pa.ChunkedArray | pa.Array, field: pa.Field, *, copy: bo
     return [row for chunk in chunks for row in _jagged_rows(chunk, rest, dtype, copy)]
 
 
+def empty_row(field: pa.Field) -> Tensor:
+    """Return a row of length 0 in the form of a jagged column's rows."""
+    return torch.empty(0, *json.loads(field.metadata[RAGGED_SHAPE])[1:], dtype=dtype_of(field))
+
+
 def any_shape_column(name: str, rows: Sequence[Tensor]) -> tuple[pa.Field, pa.Array]:
     """Make a column of tensors of any shapes and dtypes, such as media of mixed resolution."""
     cells = [

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl_omni_core.batches.arrow import column_list, column_tensor, is_jagged, jagged_column, tensor_column
+from verl_omni_core.batches.arrow import column_list, column_tensor, empty_row, is_jagged, jagged_column, tensor_column
 from verl_omni_core.batches.arrow import is_tensor as is_tensor_field
 from verl_omni_core.batches.columns import PROMPT_KEY, SAMPLE_INDEX
 from verl_omni_core.errors import ContractError
@@ -103,7 +103,7 @@ class DataProto:
         columns = []
         for name in self.batch.keys():  # noqa: SIM118 - iterating a TensorDict iterates rows
             value = self.batch.get(name)
-            columns.append(jagged_column(name, value.unbind()) if value.is_nested else tensor_column(name, value))
+            columns.append(_jagged_column(name, value) if value.is_nested else tensor_column(name, value))
         columns += [_object_column(name, values) for name, values in self.non_tensor_batch.items()]
         schema = pa.schema([f for f, _ in columns], metadata={_META: _to_json("meta_info", self.meta_info)})
         return pa.Table.from_arrays([array for _, array in columns], schema=schema)
@@ -183,9 +183,18 @@ def object_array(values: Sequence[Any]) -> np.ndarray:
     return array
 
 
-def jagged(rows: Sequence[Any]) -> Tensor:
-    """Return N tensors [L_i, ...] as one nested tensor in jagged layout; L_i may be 0."""
-    return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+def jagged(rows: Sequence[Any], *, like: Tensor | None = None) -> Tensor:
+    """Return N tensors [L_i, ...] as one nested tensor in jagged layout.
+
+    Args:
+        rows: may be of length L_i = 0.
+        like: any tensor [L, ...] of the same form; needed if there are no rows.
+    """
+    if len(rows):
+        return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+    if like is None:
+        raise ContractError("got no rows to make a jagged tensor of; pass like= to say their form")
+    return torch.nested.nested_tensor_from_jagged(like[:0], offsets=torch.zeros(1, dtype=torch.int64))
 
 
 def _names(batch: DataProto) -> set[tuple[str, str]]:
@@ -196,12 +205,12 @@ def _take(value: Tensor, rows: Tensor) -> Tensor:
     if not value.is_nested:
         return value[rows]
     parts = value.unbind()
-    return jagged([parts[row] for row in rows.tolist()]) if len(rows) else jagged([parts[0][:0]])[:0]
+    return jagged([parts[row] for row in rows.tolist()], like=value.values())
 
 
 def _join(name: str, values: Sequence[Tensor]) -> Tensor:
     if values[0].is_nested:
-        return jagged([row for value in values for row in value.unbind()])
+        return jagged([row for value in values for row in value.unbind()], like=values[0].values())
     shapes = {(tuple(value.shape[1:]), value.dtype) for value in values}
     if len(shapes) > 1:
         raise ContractError(f"column {name!r} has rows of different form: {sorted(map(str, shapes))}")
@@ -246,7 +255,7 @@ def _read_column(part: pa.Table, name: str, rows: pa.Array | None, copy: bool, t
         if any(row is None for row in lists):
             objects[name] = object_array(lists)
         else:
-            tensors[name] = jagged(lists)
+            tensors[name] = jagged(lists, like=empty_row(column_field))
     elif is_tensor_field(column_field):
         tensors[name] = column_tensor(column, column_field, copy=copy)
     elif not column.null_count and pa.types.is_boolean(column_field.type):
@@ -261,6 +270,10 @@ def _read_column(part: pa.Table, name: str, rows: pa.Array | None, copy: bool, t
         if (column_field.metadata or {}).get(b"encoding") == b"json":
             values = [json.loads(value) for value in values]
         objects[name] = object_array(values)
+
+
+def _jagged_column(name: str, value: Tensor) -> tuple[pa.Field, pa.Array]:
+    return jagged_column(name, value.unbind(), rest=value.values().shape[1:], dtype=value.dtype)
 
 
 def _object_column(name: str, values: np.ndarray) -> tuple[pa.Field, pa.Array]:
