@@ -30,7 +30,11 @@ class Score:
 
 
 class Scorer(Protocol):
-    """A component's ``build(options)`` returns one. A batch in, as many scores out, in order."""
+    """A component's ``build(options)`` returns one. A batch in, as many scores out, in order.
+
+    It is called from several threads, at most ``CONCURRENCY`` at once (an optional class attribute; a scorer that
+    computes says 1, one that waits for a service more). ``VERSION`` changes whenever a score may.
+    """
 
     RANGE: tuple[float, float]
     VERSION: str
