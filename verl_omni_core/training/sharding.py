@@ -1,0 +1,70 @@
+"""FSDP2: which modules are sharded, and in which dtype they compute.
+
+Each block that the model adapter names becomes a unit of its own, the root takes the rest. One rank that computes in
+its parameters' own dtype is left alone: there is nothing to gather, and its numbers are those of the plain module.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from verl_omni_core.errors import ConfigError
+from verl_omni_core.training.ranks import Ranks
+
+
+def shard(
+    module: nn.Module,
+    blocks: tuple[str, ...],
+    ranks: Ranks,
+    *,
+    device: str,
+    compute_dtype: torch.dtype | None = None,
+) -> bool:
+    """Shard ``module`` in place over all ranks.
+
+    Args:
+        module: with equal parameters on every rank, on the CPU or on ``device``.
+        blocks: class names of the units, ``Facts.shard_blocks``.
+        compute_dtype: dtype of the forward and backward pass; gradients are reduced in float32. None: the parameters'
+            own dtypes, which may differ among frozen ones.
+    Returns: whether anything was sharded.
+    Raises: ConfigError if no module has one of the class names.
+    """
+    units = [part for part in module.modules() if type(part).__name__ in blocks]
+    if not units:
+        classes = sorted({type(part).__name__ for part in module.modules()})
+        raise ConfigError(
+            f"no module of {type(module).__name__} is one of the blocks {list(blocks)} that its adapter shards; it has "
+            f"{classes}"
+        )
+    if ranks.size == 1 and compute_dtype is None:
+        module.to(device)
+        return False
+    mesh = init_device_mesh(torch.device(device).type, (ranks.size,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=compute_dtype is not None
+    )
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    return True
+
+
+def sync_gradients(module: nn.Module, now: bool) -> None:
+    """Choose whether the next backward pass reduces gradients over ranks or only adds them up locally."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(now)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sharded tensor, as a view without gradient; a plain tensor is its own part."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor on the CPU; all ranks call it together."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
