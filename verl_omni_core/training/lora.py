@@ -6,6 +6,7 @@ no adapter at all but the network without any.
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,7 +62,8 @@ def add_adapters(
     module.requires_grad_(False)
     dtype = getattr(torch, settings.dtype)
     for name in (POLICY, *extra):
-        with seeded(seed):
+        with seeded(seed), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are the point
             inject_adapter_in_model(config, module, name)
     for name, parameter in module.named_parameters():
         if any(_belongs(name, adapter) for adapter in (POLICY, *extra)):
