@@ -58,6 +58,13 @@ def sync_gradients(module: nn.Module, now: bool) -> None:
         module.set_requires_gradient_sync(now)
 
 
+def reshard(module: nn.Module) -> None:
+    """Give back gathered parameters, so that the module's parameters are the ones that the optimizer holds."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a sharded tensor, as a view without gradient; a plain tensor is its own part."""
     tensor = tensor.detach()

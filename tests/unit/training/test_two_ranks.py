@@ -1,0 +1,110 @@
+"""FSDP2 on two real processes (gloo) against one: gradients, parameters, skips, adapters and checkpoints."""
+
+import pytest
+import torch
+
+from tests.unit.training import programs, tiny
+from tests.unit.training.spawn import run_ranks
+from verl_omni_core.training import ranks
+from verl_omni_core.training.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def two(pipeline, checkpoints):
+    return run_ranks("everything", 2, checkpoints / "run", pipeline=str(pipeline), folder=str(checkpoints))
+
+
+@pytest.fixture(scope="module")
+def one(pipeline, checkpoints):
+    torch.set_num_threads(1)
+    yield programs.everything(Ranks(), str(pipeline), str(checkpoints))
+    ranks.leave()
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_gradients_of_two_ranks_equal_those_of_one_in_three_steps(one, two, kind):
+    for found in two:
+        for step in range(3):
+            assert tiny.per_tensor(found[kind]["gradients"][step], one[kind]["gradients"][step]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_parameters_of_two_ranks_equal_those_of_one_after_sgd(one, two, kind):
+    for step in range(3):
+        expected, found = one[kind]["parameters"][step], two[0][kind]["parameters"][step]
+        assert max(float((found[n] - expected[n]).abs().max()) for n in expected) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_metrics_and_norms_of_two_ranks_equal_those_of_one(one, two, kind):
+    for step in range(3):
+        assert two[0][kind]["norms"][step] == pytest.approx(one[kind]["norms"][step], rel=1e-5)
+        assert two[0][kind]["metrics"][step] == pytest.approx(one[kind]["metrics"][step], rel=1e-5)
+        assert two[0][kind]["metrics"][step] == two[1][kind]["metrics"][step]
+
+
+def test_bf16_computes_on_any_number_of_ranks(one, two):
+    assert two[0]["bf16"][0]["ratio_mean"] == pytest.approx(one["bf16"][0]["ratio_mean"], abs=1e-2)
+
+
+def test_a_rank_without_rows_takes_part_and_changes_nothing(one, two):
+    gradient, outcome = two[1]["empty rank"]
+    expected, expected_outcome = one["empty rank"]
+    assert tiny.per_tensor(gradient, expected) < 1e-5
+    assert outcome.pairs == expected_outcome.pairs
+
+
+def test_infinity_on_one_rank_skips_the_step_on_all(one, two):
+    for skipped, count, unchanged in (one["skip"], two[0]["skip"], two[1]["skip"]):
+        assert skipped and count == 1 and unchanged
+
+
+def test_adapters_of_two_ranks_score_like_those_of_one(one, two):
+    for name, expected in one["adapters"]["scores"].items():
+        found = torch.cat([rank["adapters"]["scores"][name] for rank in two])
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_sharded_adapters_are_copied_and_averaged_by_name(one, two):
+    for found in (one["adapters"], two[0]["adapters"]):
+        for name, policy in found["policy"].items():
+            assert torch.equal(found["copied"][name], policy)
+        lora_b = [n for n in found["policy"] if "lora_B" in n]
+        for name in lora_b:  # `old` starts with lora_B = 0
+            assert torch.allclose(found["averaged"][name], 0.75 * found["policy"][name])
+        assert found["trainable"] and all(".default." in name for name in found["trainable"])
+
+
+@pytest.mark.parametrize("kind,rank", [("lora", 4), ("full", 0)])
+def test_one_rank_goes_on_from_a_checkpoint_of_two(one, two, pipeline, checkpoints, kind, rank):
+    extra, found = programs.resume(Ranks(), str(pipeline), str(checkpoints / f"{kind}-2"), rank)
+    _same_step(found, two[0]["checkpoint"][kind])
+    assert extra == {"version": 1}
+
+
+@pytest.mark.parametrize("kind,rank", [("lora", 4), ("full", 0)])
+def test_one_rank_goes_on_from_its_own_checkpoint_bit_by_bit(one, pipeline, checkpoints, kind, rank):
+    _, found = programs.resume(Ranks(), str(pipeline), str(checkpoints / f"{kind}-1"), rank)
+    for part in ("parameters", "ema"):
+        for name, tensor in one["checkpoint"][kind][part].items():
+            assert torch.equal(found[part][name], tensor)
+
+
+def test_two_ranks_go_on_from_a_checkpoint_of_one(one, pipeline, checkpoints):
+    found = run_ranks(
+        "resume", 2, checkpoints / "again", pipeline=str(pipeline), checkpoint=str(checkpoints / "lora-1"), rank=4
+    )
+    _same_step(found[0][1], one["checkpoint"]["lora"])
+
+
+def _same_step(found, expected):
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    for part in ("parameters", "ema"):
+        for name, tensor in expected[part].items():
+            # Adam divides by the gradient's own size, so rounding of a gradient near 0 moves a parameter by a share of lr
+            assert (found[part][name] - tensor).abs().max() < 1e-4

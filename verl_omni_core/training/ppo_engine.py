@@ -1,0 +1,210 @@
+"""The policy-gradient engine: replays stored steps and back-propagates an algorithm's loss.
+
+A batch is a TensorDict of no batch size with two entries:
+
+* ``rows`` [R]: ``all_latents`` [R, W+1, X] fp32, ``prompt_index`` [R] int64, ``weight`` [R] fp32 (0: padding, or a row
+  that must not count), ``advantages`` [R] fp32, optionally ``pack`` [R] int64, and ``steps`` [R, W]: ``step_indices`` int64,
+  ``all_timesteps``, ``rollout_log_probs``, ``old_log_probs``, ``ref_prev_sample_mean`` [R, W, X] ..., all fp32;
+* ``conditioning`` [P]: what the network is told about each prompt, by the adapter's names.
+
+The gradient is that of the mean over all (row, step) pairs of the mini-batch on all ranks, weighted by ``weight``, for any
+number of rows a rank, zero included, and any ``training.micro_batch``.
+
+Axes: ``R`` samples, ``W`` stored steps, ``B`` rows of a forward pass (pairs of sample and step), ``P`` prompts, ``X`` latent.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from verl_omni_core.algorithms._contract import Current, LossOutput
+from verl_omni_core.errors import ContractError
+from verl_omni_core.training import sharding
+from verl_omni_core.training.engine import DiffusersFSDPEngine
+from verl_omni_core.training.losses import LossFunction, weighted
+from verl_omni_core.training.micro_batches import Pair, forward_passes
+from verl_omni_core.training.replay import Denoising, check_timesteps, score_step
+
+_NOT_FOR_LOSSES = ("all_latents", "prompt_index", "weight", "pack", "steps")
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What the passes over a mini-batch say, equal on all ranks."""
+
+    metrics: dict[str, float]
+    """The algorithm's metrics and ``loss``: means over pairs."""
+    ratio_deviation: float
+    """Largest ``|exp(log_probs - rollout_log_probs) - 1|``; against ``old_log_probs`` where the engine gave none."""
+    pairs: float
+    """Total weight; zero: nothing was computed and there is no gradient."""
+
+
+@dataclass
+class _Sums:
+    """Weighted sums over the passes of this rank."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    deviation: float = 0.0
+
+    def add(self, current: Current, batch: Mapping[str, Tensor], output: LossOutput, weight: Tensor) -> None:
+        named = {"loss": output.loss.detach(), **output.metrics}
+        for name, value in named.items():
+            # a scalar is a statement about the pass; it counts with the rows it was made of
+            total = (value * weight).sum() if value.ndim else value * weight.sum()
+            self.values[name] = self.values.get(name, 0.0) + float(total)
+        stored = batch.get("rollout_log_probs", batch.get("old_log_probs"))
+        if stored is not None:
+            ratios = torch.exp(current.log_probs.detach() - stored)[weight > 0]
+            if ratios.numel():
+                # nan must not pass for the smaller one
+                self.deviation = float(torch.maximum(torch.tensor(self.deviation), (ratios - 1).abs().max().cpu()))
+
+
+class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
+    """FlowGRPO and its relatives: likelihood ratios of stored stochastic steps."""
+
+    denoising: Denoising
+
+    def set_denoising(self, denoising: Denoising) -> None:
+        """Say how the rollout moved latents; needed before the first batch."""
+        self.denoising = denoising.to(self.device)
+
+    def prepare_model_inputs(self, batch: TensorDict, pairs: list[Pair]) -> dict[str, Tensor | TensorDict]:
+        """Return what a forward pass over (sample, step) pairs reads, on the engine's device."""
+        rows = batch["rows"]
+        sample, step = torch.tensor(pairs, dtype=torch.int64).T
+        prompts = rows["prompt_index"][sample]
+        latents = rows["all_latents"]
+        moved = {
+            "latents": latents[sample, step],
+            "next_latents": latents[sample, step + 1],
+            "step_index": rows["steps"]["step_indices"][sample, step],
+        }
+        inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in moved.items()}
+        return {**inputs, "conditioning": batch["conditioning"][prompts]}
+
+    def prepare_model_outputs(self, inputs: Mapping[str, Tensor | TensorDict], module: nn.Module | None = None) -> Current:
+        """Run the network on the inputs and score the stored steps under it."""
+        conditioning = dict(inputs["conditioning"].items())
+
+        def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
+            return self.forward_step(latents, timestep, conditioning, self.denoising.guidance_scale, module)
+
+        return score_step(velocity, inputs["latents"], inputs["next_latents"], inputs["step_index"], self.denoising)
+
+    def forward_backward_batch(
+        self, batch: TensorDict, loss_fn: LossFunction, *, check: Callable[[BatchResult], None] | None = None
+    ) -> BatchResult:
+        """Add up the gradient of a mini-batch; every rank calls it with its own rows, at least one (of weight 0 if need be).
+
+        Args:
+            loss_fn: see :func:`verl_omni_core.training.losses.diffusion_loss`.
+            check: called with the result, equal on all ranks; what it raises drops the gradient first.
+        Raises:
+            ContractError: no row at all, or timesteps that are not the schedule's.
+        """
+        rows = batch["rows"]
+        self._check(rows)
+        passes, total, padding = self._plan(rows)
+        if total == 0:
+            return BatchResult({}, 0.0, 0.0)
+        sums = _Sums()
+        with self.train_mode():
+            for number, pairs in enumerate([*passes, *padding]):
+                sharding.sync_gradients(self.module, self._reduces_each_pass or number + 1 == len(passes) + len(padding))
+                is_padding = number >= len(passes)
+                self._backward(batch, pairs, loss_fn, total, sums, is_padding)
+        result = self._reduce(sums, total)
+        if check is not None:
+            try:
+                check(result)
+            except BaseException:
+                self.optimizer_zero_grad()
+                raise
+        return result
+
+    def infer_batch(self, batch: TensorDict, network: str = "policy", *, means: bool = False) -> TensorDict:
+        """Score all stored steps without gradient.
+
+        Args:
+            network: see :meth:`DiffusersFSDPEngine.eval_mode`.
+            means: also return the means of the steps.
+        Returns: CPU TensorDict [R, W] with ``log_probs`` [R, W] and, if asked, ``prev_sample_mean`` [R, W, X], fp32.
+        """
+        rows = batch["rows"]
+        self._check(rows)
+        count, steps = rows["steps"].batch_size
+        passes = self._passes(rows, range(count))
+        result = TensorDict({"log_probs": torch.zeros(count, steps)}, [count, steps])
+        if means:
+            result["prev_sample_mean"] = torch.zeros(count, steps, *rows["all_latents"].shape[2:])
+        padding = int(self.ranks.max(torch.tensor(len(passes)))) - len(passes)
+        with self.eval_mode(network) as module:
+            for pairs in [*passes, *[passes[0][:1]] * padding]:
+                current = self.prepare_model_outputs(self.prepare_model_inputs(batch, pairs), module)
+                sample, step = torch.tensor(pairs, dtype=torch.int64).T
+                result["log_probs"][sample, step] = current.log_probs.cpu()
+                if means:
+                    result["prev_sample_mean"][sample, step] = current.prev_sample_mean.cpu()
+        return result
+
+    @property
+    def _reduces_each_pass(self) -> bool:
+        # unreduced gradients are whole, not sharded: nothing for an adapter, a second copy of the model otherwise
+        return self.lora_config is None
+
+    def _check(self, rows: TensorDict) -> None:
+        if not len(rows):
+            raise ContractError("a rank got no row at all; give it one of the mini-batch with weight 0")
+        check_timesteps(
+            rows["steps"]["step_indices"], rows["steps"]["all_timesteps"], self.denoising.to("cpu")
+        )
+
+    def _plan(self, rows: TensorDict) -> tuple[list[list[Pair]], float, list[list[Pair]]]:
+        counted = rows["weight"].nonzero().flatten().tolist()
+        steps = rows["steps"].batch_size[1]
+        passes = self._passes(rows, counted)
+        total = float(self.ranks.sum(rows["weight"].double().sum() * steps))
+        most = int(self.ranks.max(torch.tensor(len(passes))))
+        return passes, total, [[(0, 0)]] * (most - len(passes))
+
+    def _passes(self, rows: TensorDict, samples: range | list[int]) -> list[list[Pair]]:
+        packs = rows["pack"][list(samples)].tolist() if self.deterministic and "pack" in rows.keys() else None
+        return forward_passes(
+            list(samples),
+            rows["steps"].batch_size[1],
+            self.training.micro_batch,
+            packs=packs,
+            mix_steps=not self.deterministic,
+        )
+
+    def _backward(
+        self, batch: TensorDict, pairs: list[Pair], loss_fn: LossFunction, total: float, sums: _Sums, is_padding: bool
+    ) -> None:
+        current = self.prepare_model_outputs(self.prepare_model_inputs(batch, pairs))
+        stored, weight = self._stored(batch["rows"], pairs)
+        if is_padding:
+            weight = torch.zeros_like(weight)
+        output = loss_fn(current, stored)
+        weighted(output.loss, weight, total, self.ranks.size).backward()
+        sums.add(current, stored, output, weight)
+
+    def _stored(self, rows: TensorDict, pairs: list[Pair]) -> tuple[dict[str, Tensor], Tensor]:
+        sample, step = torch.tensor(pairs, dtype=torch.int64).T
+        per_step = {name: value[sample, step].to(self.device) for name, value in rows["steps"].items()}
+        per_row = {
+            name: value[sample].to(self.device) for name, value in rows.items() if name not in _NOT_FOR_LOSSES
+        }
+        return {**per_step, **per_row}, rows["weight"][sample].to(self.device)
+
+    def _reduce(self, sums: _Sums, total: float) -> BatchResult:
+        names = sorted(sums.values)
+        values = self.ranks.sum(torch.tensor([sums.values[name] for name in names], dtype=torch.float64)) / total
+        # a plain maximum over ranks may lose a nan
+        broken = self.ranks.max(torch.tensor(float(sums.deviation != sums.deviation))).item() > 0
+        deviation = float("nan") if broken else float(self.ranks.max(torch.tensor(sums.deviation)))
+        return BatchResult(dict(zip(names, values.tolist(), strict=True)), deviation, total)
