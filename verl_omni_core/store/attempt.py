@@ -24,11 +24,12 @@ from verl_omni_core.batches.schema import FileMetadata, schema_label, with_metad
 from verl_omni_core.errors import ContractError, FencedError, StoreError
 from verl_omni_core.store.durable_files import (
     check_free,
-    create_whole,
+    publish,
     replace_whole,
     safe_name,
+    staged,
     storage_errors,
-    sync_folder,
+    sync_all,
     write_synced,
 )
 from verl_omni_core.store.lease import check_epoch
@@ -133,7 +134,7 @@ class Attempt:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        sync_folder(path.parent)
+        sync_all([path.parent])
         trust(path, digest)
         return FileRecord(name, "", 0, 0, path.stat().st_size, digest, "")
 
@@ -146,14 +147,11 @@ class Attempt:
         record = ShardRecord(shard, self.name, tuple(files), dict(payload or {}))
         path = self.folder / SHARDS / f"{shard:05d}.json"
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f".{uuid.uuid4().hex}")
         try:
-            temporary.write_bytes(json.dumps(record.to_json()).encode())
-            os.link(temporary, path)
+            with staged(path, json.dumps(record.to_json()).encode()) as temporary:
+                publish(temporary, path, sync=False)
         except FileExistsError:
             return ShardRecord.from_json(json.loads(path.read_bytes()))
-        finally:
-            temporary.unlink(missing_ok=True)
         return record
 
     def adopt(self, record: ShardRecord) -> ShardRecord:
@@ -199,28 +197,34 @@ class Attempt:
                 "finished": datetime.now(UTC).isoformat(timespec="milliseconds"), **producer,
             },
         )  # fmt: skip
-        data = manifest.to_bytes()
-        try:
-            create_whole(self.folder / MANIFEST, data)
-        except FileExistsError:
-            # this very commit was called before and its answer was lost: repeat what it said
-            data = (self.folder / MANIFEST).read_bytes()
-            rows = Manifest.from_bytes(data).row_count
-        ref = ArtifactRef(self.stage, self.step, self.key, sha256(data), self.name, rows)
-        # bottom up: COMMIT must not reach the disk before what it points to
-        for folder in (self.folder.parent, self.stage_folder, *self.stage_folder.parents[:3]):
-            sync_folder(folder)
-        check_epoch(Path(self.root), self.epoch)
-        try:
-            create_whole(self.stage_folder / COMMIT, json.dumps({**ref.to_json(), "fence_epoch": self.epoch}).encode())
-        except FileExistsError:
-            return self._lose()
+        data = self._write_manifest(manifest)
+        ref = ArtifactRef(self.stage, self.step, self.key, sha256(data), self.name, Manifest.from_bytes(data).row_count)
+        marker = json.dumps({**ref.to_json(), "fence_epoch": self.epoch}).encode()
+        with staged(self.stage_folder / COMMIT, marker) as temporary:
+            # all of it before COMMIT appears, which must not reach the disk before what it points to
+            folders = [self.folder, self.folder.parent, self.stage_folder, *self.stage_folder.parents[:3]]
+            sync_all([self.folder / MANIFEST, temporary, *folders])
+            check_epoch(Path(self.root), self.epoch)
+            try:
+                publish(temporary, self.stage_folder / COMMIT)
+            except FileExistsError:
+                return self._lose()
         trust(self.folder / MANIFEST, ref.manifest_sha256)
         return ref
 
     def discard(self) -> None:
         """Delete the attempt's files."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write_manifest(self, manifest: Manifest) -> bytes:
+        data, path = manifest.to_bytes(), self.folder / MANIFEST
+        try:
+            with staged(path, data) as temporary:
+                publish(temporary, path, sync=False)
+        except FileExistsError:
+            # this very commit was called before and its answer was lost: repeat what it said
+            return path.read_bytes()
+        return data
 
     def _check_files(self, files: Sequence[FileRecord]) -> None:
         seen: set[tuple[str, int]] = set()

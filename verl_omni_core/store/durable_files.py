@@ -4,7 +4,8 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
@@ -23,26 +24,47 @@ def create_whole(path: Path, data: bytes) -> None:
         FileExistsError: the path exists; nothing was changed.
         StoreError: the disk is full or refuses the write.
     """
+    with staged(path, data) as temporary:
+        sync_all([temporary])
+        publish(temporary, path)
+
+
+@contextmanager
+def staged(path: Path, data: bytes) -> Iterator[Path]:
+    """Write ``data`` next to ``path``, not synced, for :func:`publish`; the staged file is gone afterwards."""
+    temporary = _temporary(path)
     with storage_errors(path):
-        temporary = _temporary(path)
         try:
-            write_synced(temporary, data)
-            # a link, because a rename would replace the winner's file and an exclusive open would show half a file
-            os.link(temporary, path)
+            temporary.write_bytes(data)
+            yield temporary
         finally:
             temporary.unlink(missing_ok=True)
-        sync_folder(path.parent)
+
+
+def publish(temporary: Path, path: Path, *, sync: bool = True) -> None:
+    """Make a staged file appear as ``path``; raises FileExistsError if somebody else was first."""
+    # a link, because a rename would replace the winner's file and an exclusive open would show half a file
+    os.link(temporary, path)
+    if sync:
+        sync_all([path.parent])
+
+
+def sync_all(paths: Sequence[Path]) -> None:
+    """Wait until the disk has the content of all these files and the names in all these folders.
+
+    At once rather than in turn: each wait is a flush of the disk's cache, and flushes that meet are one.
+    """
+    if len(paths) == 1:
+        _sync(paths[0])
+        return
+    with ThreadPoolExecutor(len(paths)) as pool:
+        list(pool.map(_sync, paths))
 
 
 def replace_whole(path: Path, data: bytes) -> None:
     """Create or replace ``path``; a reader sees the old content or the new, never a mixture. Not synced."""
-    with storage_errors(path):
-        temporary = _temporary(path)
-        try:
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with staged(path, data) as temporary:
+        os.replace(temporary, path)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -51,15 +73,6 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the disk has the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def free_bytes(path: Path) -> int:
@@ -109,3 +122,11 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 def _temporary(path: Path) -> Path:
     return path.with_name(f".tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}-{path.name}"[:200])
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from verl_omni_core.errors import FencedError, StoreError
-from verl_omni_core.store.durable_files import create_whole, storage_errors, sync_folder
+from verl_omni_core.store.durable_files import create_whole, storage_errors, sync_all
 
 _LOCK_RETRY_S = 1.0
 _held: "weakref.WeakSet[Ownership]" = weakref.WeakSet()
@@ -77,7 +77,7 @@ def take_ownership(root: str | Path, owner: str) -> Ownership:
         except FileExistsError:
             raise FencedError(f"run {root.name} was taken by {describe_holder(root)} at this moment, on a file system "
                               "whose locks do not reach here; stop one of the two") from None  # fmt: skip
-        sync_folder(root)
+        sync_all([root])
     except BaseException:
         os.close(descriptor)
         raise

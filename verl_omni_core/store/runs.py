@@ -13,7 +13,7 @@ from typing import Any
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.identity import digest
 from verl_omni_core.store.attempt import read_commit
-from verl_omni_core.store.durable_files import create_whole, replace_whole, storage_errors, sync_folder
+from verl_omni_core.store.durable_files import create_whole, replace_whole, storage_errors, sync_all
 from verl_omni_core.store.lease import is_owned
 
 RUN = "run.json"
@@ -99,7 +99,7 @@ def create_run(store: str | Path, config: Mapping[str, Any], *, code_version: st
         store.mkdir(parents=True, exist_ok=True)
         root = _make_folder(store, run_id, profile)
         create_whole(root / RUN, json.dumps(content, indent=1).encode())
-        sync_folder(store)
+        sync_all([store])
     return open_run(store, root.name)
 
 
