@@ -1,0 +1,311 @@
+"""A run's artifacts: what is committed, and where new attempts go.
+
+Readers come in only through ``COMMIT``. Files that another process wrote are checked against their digests before the
+first use in this one.
+"""
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from verl_omni_core.batches.columns import SAMPLE_INDEX
+from verl_omni_core.errors import ContractError, StoreError
+from verl_omni_core.store.attempt import (
+    DESCRIPTION,
+    MANIFEST,
+    SHARDS,
+    Attempt,
+    is_trusted,
+    other_key,
+    read_commit,
+    stage_folder,
+    start_attempt,
+    trust,
+)
+from verl_omni_core.store.durable_files import check_free, safe_name
+from verl_omni_core.store.lease import check_epoch
+from verl_omni_core.store.manifest import ArtifactRef, FileRecord, Manifest, ShardRecord, sha256
+
+_STAGE = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
+_MAPPED = 4
+
+
+@dataclass(frozen=True)
+class RunStore:
+    """The artifacts of the run in ``root``. Plain values: it can be sent to other processes and shared by threads."""
+
+    root: str
+    epoch: int
+    min_free_bytes: int
+
+    def __init__(self, root: str | Path, *, epoch: int = 0, min_free_bytes: int = 0) -> None:
+        """Open a run's artifacts.
+
+        Args:
+            root: the run's folder.
+            epoch: fence epoch of the owner who commits; readers need none.
+            min_free_bytes: space that every write leaves free.
+        """
+        object.__setattr__(self, "root", str(Path(root).absolute()))
+        object.__setattr__(self, "epoch", epoch)
+        object.__setattr__(self, "min_free_bytes", min_free_bytes)
+
+    def committed(self, step: int, stage: str, key: str) -> ArtifactRef | None:
+        """Return the stage's result under ``key``, or none if the stage is still to do.
+
+        Raises:
+            StoreError: it is committed under another key, or its manifest is missing or damaged.
+        """
+        ref = self.find(step, stage)
+        if ref is None:
+            return None
+        if ref.key != key:
+            raise other_key(ref, key)
+        self.manifest(ref)
+        return ref
+
+    def find(self, step: int, stage: str) -> ArtifactRef | None:
+        """Return the stage's result, whatever its key, or none."""
+        return read_commit(self._stage_folder(step, stage))
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder, in order; not all of them need a committed stage."""
+        folder = Path(self.root) / "steps"
+        return sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if folder.is_dir() else []
+
+    def attempt(self, step: int, stage: str, key: str, *, parents: Sequence[ArtifactRef] = (),
+                weights_version: int | None = None) -> Attempt:  # fmt: skip
+        """Start a new try at a stage.
+
+        Args:
+            step: training step; 0 before the first.
+            stage: lower-case name.
+            key: digest of everything that changes the result.
+            parents: what the tables will be computed from, for their metadata.
+            weights_version: policy version that makes the rows, if one does.
+        Raises:
+            FencedError: a newer owner exists.
+            StoreError: the disk lacks the free space that is to be kept, or cannot be written.
+        """
+        root = Path(self.root)
+        check_epoch(root, self.epoch)
+        check_free(root, self.min_free_bytes)
+        self._stage_folder(step, stage)
+        config_digest, code_version = _origin(self.root)
+        return start_attempt(
+            Attempt(
+                self.root, step, stage, key, f"{self.epoch:06d}-{uuid.uuid4().hex[:8]}", self.epoch, self.min_free_bytes,
+                config_digest, code_version, weights_version, tuple(parent.manifest_sha256 for parent in parents),
+                datetime.now(UTC).isoformat(timespec="milliseconds"),
+            )
+        )  # fmt: skip
+
+    def manifest(self, ref: ArtifactRef) -> Manifest:
+        """Return the manifest behind a reference.
+
+        Raises:
+            StoreError: it is missing, or its digest is not the reference's.
+        """
+        return _manifest(self._attempt_folder(ref) / MANIFEST, ref.manifest_sha256)
+
+    def tables(self, ref: ArtifactRef, name: str) -> list[pa.Table]:
+        """Return the table ``name`` as its shards, memory-mapped, in shard order.
+
+        Raises:
+            StoreError: the artifact has no such table, or a file is missing, cut or changed.
+        """
+        files = [file for file in self.manifest(ref).files if file.table == name]
+        if not files:
+            known = sorted({file.table for file in self.manifest(ref).files if file.table})
+            raise StoreError(f"stage {ref.stage!r} of step {ref.step} has no table {name!r}; it has {known}")
+        files.sort(key=lambda file: file.shard)
+        folder = self._attempt_folder(ref)
+        with ThreadPoolExecutor(_MAPPED) as pool:
+            return list(pool.map(lambda file: _open_table(folder, file), files))
+
+    def table(self, ref: ArtifactRef, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return the table ``name`` as one, in canonical order: by ``sample_index`` where it has that column.
+
+        Shards that follow each other in that order stay memory-mapped; others are copied into order.
+
+        Raises:
+            StoreError: see :meth:`tables`; or a column does not exist.
+            ContractError: the shards' schemas differ.
+        """
+        shards = self.tables(ref, name)
+        shards = [shard for shard in shards if shard.num_rows] or shards[:1]
+        is_sample = all(SAMPLE_INDEX in shard.column_names for shard in shards)
+        if columns is not None:
+            missing = [column for column in columns if column not in shards[0].column_names]
+            if missing:
+                raise StoreError(f"table {name!r} has no columns {missing}; it has {shards[0].column_names}")
+        if is_sample:
+            shards.sort(key=lambda shard: shard[SAMPLE_INDEX][0].as_py() if shard.num_rows else -1)
+        index = pa.chunked_array([c for s in shards for c in s[SAMPLE_INDEX].chunks], pa.int64()) if is_sample else None
+        picked = [shard.select(columns) if columns is not None else shard for shard in shards]
+        try:
+            whole = pa.concat_tables([part.replace_schema_metadata(picked[0].schema.metadata) for part in picked])
+        except pa.ArrowInvalid as error:
+            raise ContractError(f"shards of table {name!r} do not fit together: {error}; they were written with different "
+                                "shapes or columns") from error  # fmt: skip
+        if index is None or _is_sorted(index):
+            return whole
+        return whole.unify_dictionaries().take(pc.sort_indices(index))
+
+    def path_of(self, ref: ArtifactRef, file_name: str) -> Path:
+        """Return the path of a committed file, verified on first use.
+
+        Raises:
+            StoreError: the artifact has no such file, or it is missing, cut or changed.
+        """
+        for file in self.manifest(ref).files:
+            if file.name == file_name:
+                path = self._attempt_folder(ref) / safe_name(file.name)
+                _verify(path, file)
+                return path
+        known = [file.name for file in self.manifest(ref).files]
+        raise StoreError(f"stage {ref.stage!r} of step {ref.step} has no file {file_name!r}; it has {known}")
+
+    def verify(self, ref: ArtifactRef) -> None:
+        """Check every file of an artifact against its digest, also those that this process has used before."""
+        folder = self._attempt_folder(ref)
+        for file in self.manifest(ref).files:
+            _verify(folder / safe_name(file.name), file, again=True)
+
+    def finished_shards(self, step: int, stage: str, key: str) -> dict[int, ShardRecord]:
+        """Return the complete, undamaged shards that uncommitted attempts of the same key left, by shard number.
+
+        A retried stage adopts them and produces only the others.
+        """
+        found: dict[int, ShardRecord] = {}
+        folder = self._stage_folder(step, stage) / "attempts"
+        for attempt in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
+            if _key_of(attempt) != key:
+                continue
+            for path in sorted((attempt / SHARDS).glob("*.json")):
+                record = _shard_record(attempt, path)
+                if record is not None:
+                    found.setdefault(record.shard, record)
+        return found
+
+    def sweep(self, steps: Iterable[int] | None = None) -> int:
+        """Delete attempts of older epochs that nothing needs, and return how many.
+
+        Kept are the committed one of each stage, and those of an uncommitted stage that have finished shards.
+
+        Args:
+            steps: those to look at; all by default.
+        Raises:
+            FencedError: a newer owner exists.
+        """
+        check_epoch(Path(self.root), self.epoch)
+        swept = 0
+        for step in self.steps() if steps is None else steps:
+            folder = Path(self.root) / "steps" / f"{step:06d}"
+            for stage in sorted(folder.iterdir()) if folder.is_dir() else ():
+                winner = read_commit(stage)
+                for attempt in sorted((stage / "attempts").glob("[0-9]*-*")):
+                    is_old = int(attempt.name.partition("-")[0]) < self.epoch
+                    is_winner = winner is not None and attempt.name == winner.attempt
+                    is_useful = winner is None and any((attempt / SHARDS).glob("*.json"))
+                    if is_old and not is_winner and not is_useful:
+                        shutil.rmtree(attempt, ignore_errors=True)
+                        swept += 1
+        return swept
+
+    def _stage_folder(self, step: int, stage: str) -> Path:
+        if not _STAGE.fullmatch(stage) or step < 0:
+            raise StoreError(f"stage {stage!r} of step {step} is no legal name; expected a lower-case word and a step >= 0")
+        return stage_folder(Path(self.root), step, stage)
+
+    def _attempt_folder(self, ref: ArtifactRef) -> Path:
+        return self._stage_folder(ref.step, ref.stage) / "attempts" / safe_name(ref.attempt)
+
+
+@lru_cache(maxsize=512)
+def _manifest(path: Path, digest: str) -> Manifest:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise StoreError(f"{path} is missing, though its stage is committed; restore the run's folder from a copy, or fork "
+                         "the run from a step before it") from None  # fmt: skip
+    seen = sha256(data)
+    if seen != digest:
+        raise StoreError(f"{path} has sha256 {seen[:12]}, its COMMIT says {digest[:12]}; the manifest is torn or was changed: "
+                         "restore it from a copy, or fork the run from a step before it")  # fmt: skip
+    return Manifest.from_bytes(data)
+
+
+def _origin(root: str) -> tuple[str, str]:
+    try:
+        run = json.loads((Path(root) / "run.json").read_bytes())
+    except FileNotFoundError:
+        return "", ""
+    return run.get("config_digest", ""), run.get("code_version", "")
+
+
+def _open_table(folder: Path, file: FileRecord) -> pa.Table:
+    path = folder / safe_name(file.name)
+    source = _map(path, file)
+    if not is_trusted(path, file.sha256):
+        _check_digest(path, file, source)
+    return pa.ipc.open_file(source).read_all()
+
+
+def _verify(path: Path, file: FileRecord, *, again: bool = False) -> None:
+    if file.size_bytes == 0 and path.is_file() and path.stat().st_size == 0:
+        return  # an empty file cannot be mapped
+    source = _map(path, file)
+    if again or not is_trusted(path, file.sha256):
+        _check_digest(path, file, source)
+
+
+def _map(path: Path, file: FileRecord) -> pa.MemoryMappedFile:
+    size = path.stat().st_size if path.is_file() else None
+    if size != file.size_bytes:
+        raise StoreError(f"{path} has {'no file' if size is None else f'{size} bytes'}, its manifest says {file.size_bytes} "
+                         "bytes; delete the stage's folder to produce it again, or restore it from a copy")  # fmt: skip
+    return pa.memory_map(str(path))
+
+
+def _check_digest(path: Path, file: FileRecord, source: pa.MemoryMappedFile) -> None:
+    # over the mapping that the reader gets, so that nothing can change in between
+    seen = sha256(memoryview(source.read_buffer()))
+    source.seek(0)
+    if seen != file.sha256:
+        raise StoreError(f"{path} has sha256 {seen[:12]}, its manifest says {file.sha256[:12]}; the file was changed or the "
+                         "disk damaged it: delete the stage's folder to produce it again, or restore it from a copy")  # fmt: skip
+    trust(path, file.sha256)
+
+
+def _is_sorted(index: pa.ChunkedArray) -> bool:
+    values = index.to_numpy()
+    return bool((values[1:] >= values[:-1]).all())
+
+
+def _key_of(attempt: Path) -> str | None:
+    try:
+        return json.loads((attempt / DESCRIPTION).read_bytes())["key"]
+    except (OSError, ValueError, KeyError):
+        return None  # a crash before the description was written: the attempt holds nothing of use
+
+
+def _shard_record(attempt: Path, path: Path) -> ShardRecord | None:
+    try:
+        record = ShardRecord.from_json(json.loads(path.read_bytes()))
+        for file in record.files:
+            _verify(attempt / safe_name(file.name), file)
+    except (ValueError, StoreError):
+        return None  # not complete or not intact, so the shard is produced again
+    return record

@@ -1,0 +1,132 @@
+"""Files that appear whole or not at all, and are on the disk once a call returns."""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from verl_omni_core.errors import StoreError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def create_whole(path: Path, data: bytes) -> None:
+    """Create ``path`` with ``data``, durably, only if it does not exist.
+
+    A reader sees either no file or all of it, also after a crash at any point; of several creators exactly one succeeds.
+
+    Raises:
+        FileExistsError: the path exists; nothing was changed.
+        StoreError: the disk is full or refuses the write.
+    """
+    with staged(path, data) as temporary:
+        sync_all([temporary])
+        publish(temporary, path)
+
+
+@contextmanager
+def staged(path: Path, data: bytes) -> Iterator[Path]:
+    """Write ``data`` next to ``path``, not synced, for :func:`publish`; the staged file is gone afterwards."""
+    temporary = _temporary(path)
+    with storage_errors(path):
+        try:
+            temporary.write_bytes(data)
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def publish(temporary: Path, path: Path, *, sync: bool = True) -> None:
+    """Make a staged file appear as ``path``; raises FileExistsError if somebody else was first."""
+    # a link, because a rename would replace the winner's file and an exclusive open would show half a file
+    os.link(temporary, path)
+    if sync:
+        sync_all([path.parent])
+
+
+def sync_all(paths: Sequence[Path]) -> None:
+    """Wait until the disk has the content of all these files and the names in all these folders.
+
+    At once rather than in turn: each wait is a flush of the disk's cache, and flushes that meet are one.
+    """
+    if len(paths) == 1:
+        _sync(paths[0])
+        return
+    with ThreadPoolExecutor(len(paths)) as pool:
+        list(pool.map(_sync, paths))
+
+
+def replace_whole(path: Path, data: bytes) -> None:
+    """Create or replace ``path``; a reader sees the old content or the new, never a mixture. Not synced."""
+    with staged(path, data) as temporary:
+        os.replace(temporary, path)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write ``data`` into a new file and wait until the disk has it."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes that this user can still write where ``path`` lies, or will lie."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def check_free(path: Path, needed_bytes: int) -> None:
+    """Check that ``needed_bytes`` are free.
+
+    Raises:
+        StoreError: they are not; says how much is.
+    """
+    free = free_bytes(path)
+    if free < needed_bytes:
+        raise StoreError(f"{path}: {free / 1e9:.2f} GB are free, {needed_bytes / 1e9:.2f} GB are needed; free some space, "
+                         "shorten the retention, or lower durability.min_free_gb")  # fmt: skip
+
+
+def safe_name(name: str) -> str:
+    """Return ``name`` if it is a relative path that stays inside its folder.
+
+    Raises:
+        StoreError: it is absolute, empty, or leaves the folder.
+    """
+    parts = PurePosixPath(name).parts
+    if not name or name.startswith("/") or "\\" in name or "\0" in name or not parts or ".." in parts:
+        raise StoreError(f"file name {name!r} would leave its folder; expected a relative name without '..'")
+    return name
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn a full or forbidding disk into a StoreError that says what to do; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StoreError(f"cannot write {path}: the disk is full ({free_bytes(path) / 1e9:.2f} GB free); free some "
+                             "space and start again, finished stages are kept") from error  # fmt: skip
+        if error.errno in _REFUSED:
+            raise StoreError(f"cannot write {path}: {error.strerror}; choose a run.store that this user may write") from error
+        raise
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}-{path.name}"[:200])
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,150 @@
+"""The run's ledger: what was done to the weights, in order, never changed.
+
+One small file a record, created exclusively under the next number: the creation is the order and the fence at once, as a
+second writer finds the number taken. Each record names the digest of the one before it.
+"""
+
+import json
+import threading
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from verl_omni_core.errors import ContractError, FencedError, StoreError
+from verl_omni_core.store.durable_files import create_whole
+from verl_omni_core.store.lease import check_epoch, describe_holder
+from verl_omni_core.store.manifest import sha256
+
+_OWN = ("sequence", "fence_epoch", "wall_time", "previous_sha256", "sha256")
+
+
+class Ledger:
+    """The ledger of the run in ``root``. Safe to share between threads; one process at a time appends."""
+
+    def __init__(self, root: str | Path, *, epoch: int = 0) -> None:
+        """Open the ledger.
+
+        Args:
+            root: the run's folder.
+            epoch: fence epoch of the owner who appends; readers need none.
+        """
+        self.root = Path(root)
+        self.epoch = epoch
+        self._folder = self.root / "ledger"
+        self._records: list[dict[str, Any]] = []
+        self._last_sha256 = ""
+        self._lock = threading.Lock()
+        self._loaded = False
+        self._overtaken = False
+
+    def append(self, record: Mapping[str, Any]) -> int:
+        """Append a record durably and return its number, from 1.
+
+        Args:
+            record: JSON-like values; ``sequence``, ``fence_epoch``, ``wall_time`` (UTC, ISO 8601) and
+                the digests ``previous_sha256`` and ``sha256`` are added.
+        Raises:
+            FencedError: a newer owner exists, or somebody else appended since this ledger was opened.
+            ContractError: the record uses one of the added names, or JSON cannot hold it.
+            StoreError: a record is missing or damaged, or the disk is full.
+        """
+        taken = sorted(set(record) & set(_OWN))
+        if taken:
+            raise ContractError(f"ledger record sets {taken}, which the ledger itself sets; rename them")
+        with self._lock:
+            self._refresh(only_once=True)
+            check_epoch(self.root, self.epoch)
+            sequence = len(self._records) + 1
+            entry = {**record, "sequence": sequence, "fence_epoch": self.epoch, "previous_sha256": self._last_sha256,
+                     "wall_time": datetime.now(UTC).isoformat(timespec="microseconds")}  # fmt: skip
+            try:
+                entry["sha256"] = _digest(entry)
+            except (TypeError, ValueError) as error:
+                raise ContractError(f"ledger record cannot become JSON: {error}") from error
+            self._folder.mkdir(exist_ok=True)
+            try:
+                if not self._overtaken:
+                    create_whole(self._path(sequence), json.dumps(entry, sort_keys=True).encode())
+            except FileExistsError:
+                self._overtaken = True
+            if self._overtaken:
+                raise FencedError(f"somebody else wrote to the ledger of run {self.root.name} since this process opened it; "
+                                  f"the run belongs to {describe_holder(self.root)} and this process must stop")  # fmt: skip
+            self._records.append(entry)
+            self._last_sha256 = entry["sha256"]
+            return sequence
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return all records in order, those of other processes included.
+
+        Raises:
+            StoreError: a record is missing, damaged, or does not follow from the one before.
+        """
+        with self._lock:
+            self._refresh(only_once=False)
+            return [dict(record) for record in self._records]
+
+    def as_table(self) -> pa.Table:
+        """Return the records as a table ``updates``; other fields of a record are in ``record_json``."""
+        from verl_omni_core.batches.schema import SCHEMAS, with_metadata
+
+        records = self.records()
+        columns = {column.name: column.type for column in SCHEMAS["updates"].columns}
+        arrays: dict[str, pa.Array] = {"sequence": pa.array([r["sequence"] for r in records], pa.int64())}
+        for name, kind in columns.items():
+            values = [record.get(name) for record in records]
+            if name == "wall_time":
+                values = [datetime.fromisoformat(value) for value in values]
+            elif name == "metrics_json":
+                values = [r.get("metrics_json", json.dumps(r.get("metrics", {}))) for r in records]
+            is_name = pa.types.is_dictionary(kind)
+            array = pa.array(values, kind.value_type if is_name else kind)
+            arrays[name] = array.dictionary_encode() if is_name else array
+        rest = [{k: v for k, v in r.items() if k not in columns and k not in ("sequence", "metrics")} for r in records]
+        arrays["record_json"] = pa.array([json.dumps(value, sort_keys=True) for value in rest], pa.string())
+        return with_metadata(pa.table(arrays), "updates")
+
+    def _refresh(self, *, only_once: bool) -> None:
+        """Read the records that are not known yet. An appender does so once: what appears later is somebody else's."""
+        if only_once and self._loaded:
+            return
+        numbers = self._numbers()
+        self._overtaken |= self._loaded and len(numbers) > len(self._records)
+        for sequence in range(len(self._records) + 1, max(numbers, default=0) + 1):
+            if sequence not in numbers:
+                raise StoreError(f"ledger of run {self.root.name} lacks record {sequence} of {max(numbers)}; restore "
+                                 f"{self._path(sequence).name} from a copy, or fork the run from a step before it")  # fmt: skip
+            entry = self._parse(sequence, self._path(sequence).read_bytes())
+            self._records.append(entry)
+            self._last_sha256 = entry["sha256"]
+        self._loaded = True
+
+    def _parse(self, sequence: int, data: bytes) -> dict[str, Any]:
+        try:
+            entry = json.loads(data)
+            intact = entry["sha256"] == _digest(entry) and (
+                (entry["sequence"], entry["previous_sha256"]) == (sequence, self._last_sha256)
+            )
+        except (ValueError, KeyError, TypeError):
+            intact = False
+        if not intact:
+            raise StoreError(f"ledger record {sequence} of run {self.root.name} is damaged, or the one before it was "
+                             "changed; restore both from a copy, or fork the run from a step before them")  # fmt: skip
+        return entry
+
+    def _numbers(self) -> set[int]:
+        if not self._folder.is_dir():
+            return set()
+        names = [p.name.removesuffix(".json") for p in self._folder.iterdir() if p.name.endswith(".json")]
+        return {int(name) for name in names if name.isdigit()}
+
+    def _path(self, sequence: int) -> Path:
+        return self._folder / f"{sequence:012d}.json"
+
+
+def _digest(entry: Mapping[str, Any]) -> str:
+    content = {name: value for name, value in entry.items() if name != "sha256"}
+    return sha256(json.dumps(content, sort_keys=True).encode())

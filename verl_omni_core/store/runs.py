@@ -1,0 +1,212 @@
+"""Run folders: making one, opening one, and listing them, whether or not their flows are alive."""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from verl_omni_core.errors import ConfigError, StoreError
+from verl_omni_core.identity import digest
+from verl_omni_core.store.attempt import read_commit
+from verl_omni_core.store.durable_files import create_whole, replace_whole, storage_errors, sync_all
+from verl_omni_core.store.lease import is_owned
+
+RUN = "run.json"
+ENGINE = "engine.json"
+PROGRESS = "progress.json"
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_LAST_STAGE = "update"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run on disk. Reading it needs no live flow."""
+
+    root: Path
+    config: Mapping[str, Any]
+    """The resolved settings."""
+    config_digest: str
+    code_version: str
+    created: str
+    """UTC, ISO 8601."""
+
+    @property
+    def run_id(self) -> str:
+        """The run's name, that of its folder."""
+        return self.root.name
+
+    def write_engine(self, info: Mapping[str, Any]) -> None:
+        """Record who generates: engine, version, pipeline class, request count. The newest call stands."""
+        replace_whole(self.root / ENGINE, json.dumps(dict(info), indent=1).encode())
+
+    def engine(self) -> dict[str, Any] | None:
+        """Return what :meth:`write_engine` recorded, or none."""
+        return _read_json(self.root / ENGINE)
+
+    def write_progress(self, *, status: str, step: int, reward: float | None = None) -> None:
+        """Say how far the run is, for listings. What is done is decided by commits, not by this.
+
+        Args:
+            status: ``running``, ``finished``, ``failed`` or ``stopped``.
+            step: steps finished.
+            reward: mean reward of the last of them.
+        """
+        value = {"status": status, "step": step, "reward": reward, "updated": _now()}
+        replace_whole(self.root / PROGRESS, json.dumps(value).encode())
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One line of a listing."""
+
+    run_id: str
+    status: str
+    """``running``, ``finished``, ``failed``, ``stopped``; ``interrupted`` if it should run and nobody owns it; ``new``;
+    ``damaged`` if its settings cannot be read."""
+    steps_done: int
+    steps: int | None
+    """Steps that the settings ask for."""
+    reward: float | None
+    started: str
+    updated: str
+
+
+def create_run(store: str | Path, config: Mapping[str, Any], *, code_version: str, run_id: str | None = None,
+               profile: str | None = None) -> RunFolder:  # fmt: skip
+    """Make a run's folder with its resolved settings.
+
+    Args:
+        store: folder that holds all runs; made if it does not exist.
+        config: resolved settings, JSON-like.
+        code_version: version of this package that made them.
+        run_id: name of the run; none derives one from the time and the profile.
+        profile: name of the profile, for a derived id.
+    Raises:
+        ConfigError: ``run_id`` is no legal name.
+        StoreError: such a run exists, or the store cannot be written.
+    """
+    if run_id is not None and not _ID.fullmatch(run_id):
+        raise ConfigError(f"run.id is {run_id!r}, expected letters, digits, '.', '_' or '-', at most 100, starting with a "
+                          "letter or digit")  # fmt: skip
+    store = Path(store)
+    content = {"config": dict(config), "config_digest": digest(config), "code_version": code_version, "created": _now()}
+    with storage_errors(store):
+        store.mkdir(parents=True, exist_ok=True)
+        root = _make_folder(store, run_id, profile)
+        create_whole(root / RUN, json.dumps(content, indent=1).encode())
+        sync_all([store])
+    return open_run(store, root.name)
+
+
+def open_run(store: str | Path, run_id: str) -> RunFolder:
+    """Open a run's folder. Changes nothing.
+
+    Raises:
+        StoreError: there is no such run, or the folder is not one.
+    """
+    root = Path(store).absolute() / run_id
+    if not _ID.fullmatch(run_id) or not root.is_dir():
+        known = [path.name for path in _folders(Path(store))]
+        raise StoreError(f"store {store} has no run {run_id!r}; it has {', '.join(known[-5:]) or 'none'}")
+    value = _read_json(root / RUN)
+    if value is None:
+        raise StoreError(f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id")
+    names = [field.name for field in dataclasses.fields(RunFolder) if field.name != "root"]
+    missing = [name for name in names if name not in value]
+    if missing or value["config_digest"] != digest(value["config"]):
+        wrong = f"lacks {missing}" if missing else "has settings that do not match their digest"
+        raise StoreError(f"{root / RUN} {wrong}; restore it from a copy: a run's settings never change")
+    return RunFolder(root, **{name: value[name] for name in names})
+
+
+def list_runs(store: str | Path) -> list[RunSummary]:
+    """Return the runs of a store, oldest first; none if the store does not exist."""
+    return sorted((_summary(path) for path in _folders(Path(store))), key=lambda run: (run.started, run.run_id))
+
+
+def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Return the settings that differ, as (key, old value, new value), with none for an absent one."""
+    differences: list[tuple[str, Any, Any]] = []
+    for key in sorted({*old, *new}):
+        before, after, name = old.get(key), new.get(key), f"{prefix}{key}"
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            differences += config_differences(before, after, f"{name}.")
+        elif before != after:
+            differences.append((name, before, after))
+    return differences
+
+
+def steps_done(root: Path) -> int:
+    """Return the newest step whose update is committed; 0 if none is."""
+    folder = root / "steps"
+    names = sorted((name for name in os.listdir(folder) if name.isdigit()), reverse=True) if folder.is_dir() else []
+    return next((int(name) for name in names if read_commit(folder / name / _LAST_STAGE) is not None), 0)
+
+
+def _summary(root: Path) -> RunSummary:
+    try:
+        run = open_run(root.parent, root.name)
+    except StoreError:
+        return RunSummary(root.name, "damaged", 0, None, None, "", "")
+    progress = _read_json(root / PROGRESS) or {}
+    status = progress.get("status", "new")
+    if is_owned(root):
+        status = "running"
+    elif status == "running":
+        status = "interrupted"
+    return RunSummary(
+        run.run_id,
+        status,
+        progress["step"] if "step" in progress else steps_done(root),
+        run.config.get("run", {}).get("steps"),
+        progress.get("reward"),
+        run.created,
+        progress.get("updated", run.created),
+    )
+
+
+def _folders(store: Path) -> list[Path]:
+    return sorted(path for path in store.iterdir() if (path / RUN).is_file()) if store.is_dir() else []
+
+
+def _make_folder(store: Path, run_id: str | None, profile: str | None) -> Path:
+    if run_id is not None:
+        return _new_folder(store / run_id)
+    stem = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    if profile:
+        stem = f"{stem}-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(profile).stem if '/' in profile else profile)}"[:90]
+    for suffix in ("", *(f".{number}" for number in range(2, 100))):
+        try:
+            return _new_folder(store / f"{stem}{suffix}")
+        except StoreError:
+            continue
+    raise StoreError(f"{store} has 99 runs of this second; give run.id")
+
+
+def _new_folder(path: Path) -> Path:
+    try:
+        path.mkdir()
+    except FileExistsError:
+        raise StoreError(f"run {path.name!r} exists in {path.parent}; resume it, or give another run.id") from None
+    return path
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged ({error}); restore it from a copy") from error
+    if not isinstance(value, dict):
+        raise StoreError(f"{path} is damaged: expected a JSON object; restore it from a copy")
+    return value
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
