@@ -22,7 +22,7 @@ def items(count: int) -> list[ScoringItem]:
     ]
 
 
-def built(name: str):  # noqa: ANN201 - the type is the component's
+def built(name: str):
     return registry.component("reward", name).build(registry.options("reward", name, {}))
 
 

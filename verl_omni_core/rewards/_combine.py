@@ -20,8 +20,8 @@ def check_weights(weights: Mapping[str, float]) -> None:
     total = sum(weights.values())
     if not weights or not math.isfinite(total) or total <= 0:
         raise ConfigError(
-            f"scorer weights are {dict(weights)}, their sum {total}; give at least one scorer and finite weights with a "
-            "positive sum"
+            f"scorer weights are {dict(weights)}, their sum {total}; give at least one scorer and finite weights with "
+            "a positive sum"
         )
 
 

@@ -27,6 +27,18 @@ class Score:
     value: float | None
     error: str | None = None
     extra: Mapping[str, float | str] = field(default_factory=dict)
+    timed_out: bool = False
+    """Whether it is missing because a deadline passed."""
+    attempts: int = field(default=1, compare=False)
+    latency_s: float = field(default=0.0, compare=False)
+    """Seconds of all attempts together."""
+
+    @property
+    def status(self) -> str:
+        """``ok``, ``failed`` or ``timeout``."""
+        if self.value is not None:
+            return "ok"
+        return "timeout" if self.timed_out else "failed"
 
 
 class Scorer(Protocol):

@@ -1,7 +1,8 @@
 """How small or how large a picture is as JPEG.
 
 ``compressibility`` is the negative size in kB over 500 (below 0, higher is smaller), ``incompressibility`` the size in
-kB (above 0, higher is larger); a kB is 1000 bytes. Sizes depend on the resolution and, by a few per cent, on the encoder.
+kB (above 0, higher is larger); a kB is 1000 bytes. Sizes depend on the resolution and, by a few per cent, on the
+encoder.
 """
 
 import io

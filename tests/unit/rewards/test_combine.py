@@ -35,7 +35,9 @@ def test_sum_and_extras_equal_verl_omni_where_missing_counts_as_zero(case: dict)
     assert extras(scores, weights, missing="zero") == pytest.approx(case["result"]["reward_extra_info"], abs=1e-9)
 
 
-@pytest.mark.parametrize("functions", [{}, {"a": {"weight": 0.0, "returns": 1.0}}, {"a": {"weight": -1, "returns": 1.0}}])
+@pytest.mark.parametrize(
+    "functions", [{}, {"a": {"weight": 0.0, "returns": 1.0}}, {"a": {"weight": -1, "returns": 1.0}}]
+)
 def test_weights_without_a_positive_sum_are_refused(functions: dict) -> None:
     scores, weights = scores_of(functions)
     with pytest.raises(ConfigError, match="positive"):

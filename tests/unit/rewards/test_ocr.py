@@ -83,7 +83,8 @@ def test_score_lies_in_the_declared_range_and_is_one_for_a_contained_target(text
 
 
 def test_rapidocr_reads_rendered_text(reader: ocr.OcrScorer) -> None:
-    perfect, wrong = reader.score([item(picture("AB3K"), ground_truth="AB3K"), item(picture("AB3K"), 'the word "ABXY"')])
+    image = picture("AB3K")
+    perfect, wrong = reader.score([item(image, ground_truth="AB3K"), item(image, 'the word "ABXY"')])
     assert perfect == Score(1.0, extra={"text": "AB3K", "acc": 1.0, "read_length": 4.0})
     assert wrong.value == 0.5 and wrong.extra["acc"] == 0.0
 
@@ -117,7 +118,7 @@ def test_line_detection_reads_two_lines() -> None:
     assert score.value == 1.0
 
 
-def test_loading_the_recogniser_logs_nothing(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_and_reading_log_nothing(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         ocr.build(ocr.Options()).score([item(BLANK, ground_truth="A")])
     captured = capfd.readouterr()
