@@ -1,0 +1,15 @@
+"""The vLLM-Omni engine; the only importer of vllm and vllm_omni, and not when this package is imported."""
+
+from verl_omni_core.rollout._contract import EngineOptions, RolloutEngine
+
+
+async def build(options: EngineOptions) -> RolloutEngine:
+    """Start vLLM-Omni in this process and return the engine.
+
+    Raises:
+        ConfigError: the package is missing or of a version that was not tested, or options that it does not take.
+        EngineError: it did not start. DeadlineError: not within ``start_timeout_s``.
+    """
+    from verl_omni_core.rollout.vllm_omni.engine import start
+
+    return await start(options)

@@ -1,0 +1,88 @@
+"""Engine versions: which were tested, and the few in-memory fixes that one of them needs on a host without CUDA.
+
+No source is edited, and nothing happens when a module of ours is imported: the engine calls :func:`apply_fixes` through
+our entry point, in each of its processes. Each fix names its reason and the test that tells when it can go.
+"""
+
+import importlib.metadata
+import logging
+from typing import Any
+
+from verl_omni_core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+TESTED = ("0.26.0", "0.28.0", "0.30.0")
+_DISTRIBUTIONS = ("vllm-omni",)
+
+
+def installed_version() -> str:
+    """Return vLLM-Omni's version.
+
+    Raises:
+        ConfigError: not installed, or a version that was not tested.
+    """
+    for distribution in _DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigError(
+                f"rollout.name is 'vllm_omni', but {distribution} is not installed; install one of "
+                f"{', '.join(TESTED)}, or use rollout.name = 'diffusers'"
+            ) from None
+    release = version.split("+")[0]
+    if release not in TESTED:
+        raise ConfigError(
+            f"{distribution} {version} was not tested; install one of {', '.join(TESTED)}, or use "
+            "rollout.name = 'diffusers'"
+        )
+    return version
+
+
+def apply_fixes() -> None:
+    """Apply the fixes for the installed version; a second call does nothing."""
+    _replace_output_loop()
+    if installed_version().startswith(("0.26.", "0.28.")):
+        _route_float32_attention()
+
+
+def _replace_output_loop() -> None:
+    # Reason: the output thread of a multi-process worker asks for a side stream of the accelerator. Without one the
+    # thread dies and the engine waits for ever. All tested versions.
+    # Can go when test_two_ranks_give_the_latents_of_one passes without it.
+    from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
+
+    WorkerProc._async_output_loop = _pack_outputs
+
+
+def _pack_outputs(self: Any) -> None:
+    """Pack finished outputs into shared memory until the queue says stop; see :func:`_replace_output_loop`."""
+    from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
+    from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
+
+    send = getattr(self, "_enqueue_result", None) or self.result_mq.enqueue  # 0.26 has no lock around its queue
+    while (item := self._async_output_queue.get()) is not None:
+        output, output_id, _ = item
+        answer: dict[str, Any] = {"kind": AsyncOutputKind.OUTPUT_READY, "async_output_id": output_id}
+        try:
+            pack_diffusion_output_shm(output)
+        except Exception as error:
+            logger.exception("packing output %s failed", output_id)
+            send(AsyncDiffusionOutput(**answer, error=f"packing the output failed: {error!r}"))
+        else:
+            send(AsyncDiffusionOutput(**answer, output=output))
+        if hasattr(self, "_async_output_done"):  # 0.28 and later count what is on its way
+            with self._async_output_done:
+                self._async_output_pending = max(0, self._async_output_pending - 1)
+                self._async_output_done.notify_all()
+
+
+def _route_float32_attention() -> None:
+    # Reason: 0.26 and 0.28 send float32 inputs to the in-tree implementation whatever backend the platform chose, and
+    # its dispatch raises for a platform outside the tree. 0.30 does not.
+    # Can go with support of 0.28; until then test_engine_equals_diffusers fails on those versions without it.
+    from vllm_omni.diffusion.attention.backends.sdpa import SDPAImpl
+
+    from verl_omni_core.rollout.vllm_omni.attention import HostAttention
+
+    SDPAImpl.forward = HostAttention.forward

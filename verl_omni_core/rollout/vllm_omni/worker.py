@@ -1,0 +1,36 @@
+"""A diffusion worker that sleeps and wakes without CUDA's virtual-memory allocator."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
+
+
+class HostDiffusionWorker(DiffusionWorker):
+    """Level 1 sets the parameters aside; there is no second level, because nothing could bring them back."""
+
+    _aside: dict[str, Tensor] | None = None
+
+    def sleep(self, level: int = 1) -> int:
+        """Empty the network's parameters and return how many bytes they held."""
+        if level != 1:
+            raise NotImplementedError(f"sleep level {level} drops the weights for good; use level 1")
+        if self._aside is not None:
+            return 0
+        self._aside = {}
+        for name, parameter in self.model_runner.pipeline.named_parameters():
+            self._aside[name] = parameter.data
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        return sum(tensor.nbytes for tensor in self._aside.values())
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Put the parameters back."""
+        if self._aside is not None:
+            for name, parameter in self.model_runner.pipeline.named_parameters():
+                parameter.data = self._aside[name]
+            self._aside = None
+        return True
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
+        return nullcontext()
