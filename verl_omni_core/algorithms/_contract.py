@@ -4,7 +4,8 @@ A component is a module with
 
 * ``Options``: a frozen dataclass of its settings; names that :class:`AlgorithmSettings` also has are filled from there,
 * ``EVALUATION``: how the trainer evaluates the policy; ``"replay"`` scores stored stochastic steps,
-* ``REQUIRES``: tensors that the loss reads besides the current policy's outputs,
+* ``REQUIRES``: tensors that the loss always reads besides the current policy's outputs,
+* ``requires(options) -> tuple[str, ...]``: all tensors that it reads under these options,
 * ``advantages(rewards, group_ids, valid, options) -> Tensor [N]``,
 * ``loss(current, batch, options) -> LossOutput``.
 
@@ -26,7 +27,7 @@ class LossOutput(NamedTuple):
     loss: Tensor
     """[B] fp32, before any mean."""
     metrics: dict[str, Tensor]
-    """Name to [B] fp32 detached per-row values, or to a scalar where the definition is not a mean of rows."""
+    """Name to [B] fp32 detached per-row values; ``metrics.names`` declares how each is reduced over all rows."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Algorithm(Protocol):
 
     EVALUATION: str
     REQUIRES: tuple[str, ...]
+
+    def requires(self, options: Any) -> tuple[str, ...]: ...
 
     def advantages(self, rewards: Tensor, group_ids: Tensor, valid: Tensor, options: Any) -> Tensor: ...
 

@@ -4,7 +4,7 @@ Source: DanceGRPO, Xue et al. 2025 (arXiv:2505.07818), section 3.1. The density 
 code; two projects that copied the step dropped it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -26,8 +26,9 @@ IS_STOCHASTIC = True
 class Options:
     """Options of the rule."""
 
-    include_logprob_normalizer: bool = True
-    """Keep the density's constant terms; they cancel in every ratio."""
+    include_logprob_normalizer: bool = field(
+        default=True, metadata={"description": "Keep the density's constant terms; they cancel in every ratio."}
+    )
 
 
 def step(

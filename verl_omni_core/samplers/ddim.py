@@ -1,13 +1,13 @@
 """DDIM with noise for variance-preserving models that predict noise, the clean sample or v.
 
-Such a model has no flow-matching level; its ``sigma`` here is ``sqrt(1 - alpha_bar)``, and ``velocity`` is what the
-network predicts.
+Such a model has no flow-matching level. Its ``sigma`` here is noise over signal, ``sqrt(1 / alpha_bar - 1)``, as
+diffusers' schedulers name it: fp32 resolves it at both ends of the schedule. ``velocity`` is what the network predicts.
 
 Source: DDIM, Song et al. 2021 (arXiv:2010.02502), equations 12 and 16; as a policy in DDPO (arXiv:2305.13301) and
 DanceGRPO (arXiv:2505.07818).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -24,10 +24,11 @@ PredictionType = Literal["epsilon", "sample", "v_prediction"]
 class Options:
     """Options of the rule."""
 
-    prediction_type: PredictionType = "epsilon"
+    prediction_type: PredictionType = field(
+        default="epsilon"
     """What the network predicts, by diffusers' names."""
-    include_logprob_normalizer: bool = True
-    """Keep the density's constant terms; they cancel in every ratio."""
+    include_logprob_normalizer: bool = True, metadata={"description": "Keep the density's constant terms; they cancel in every ratio."}
+    )
 
 
 def step(
@@ -47,22 +48,23 @@ def step(
 
     Args:
         velocity: [B, X] fp32 the prediction named by ``prediction_type``.
-        sigma, sigma_next: [B] fp32 ``sqrt(1 - alpha_bar)`` before and after the move.
+        sigma, sigma_next: [B] fp32 ``sqrt(1 / alpha_bar - 1)`` before and after the move.
         sigma_second: no part in it. Others, shapes and errors: ``TransitionRule.step``.
     """
     check_inputs(sample, velocity, sigma, sigma_next, noise, prev_sample)
-    # 1 - alpha_bar in fp32 would lose the digits that the posterior's variance is made of
-    alpha, alpha_next = 1 - sigma.double().square(), 1 - sigma_next.double().square()
-    variance = (1 - alpha_next) / (1 - alpha) * (1 - alpha / alpha_next)
-    std = noise_levels(noise_level, sigma) * variance.sqrt().float()
-    root, sigma_BX = per_row(alpha.sqrt().float(), sample), per_row(sigma, sample)
+    alpha, alpha_next = (1 / (1 + level.double().square()) for level in (sigma, sigma_next))
+    beta, beta_next = (level.double().square() / (1 + level.double().square()) for level in (sigma, sigma_next))
+    variance = beta_next / beta * (1 - alpha / alpha_next)
+    std = noise_levels(noise_level, sigma).double() * variance.sqrt()
+    direction = (beta_next - std.square()).clamp(min=0).sqrt().float()
+    std = std.float()
+    signal, spread = per_row(alpha.sqrt().float(), sample), per_row(beta.sqrt().float(), sample)
     if prediction_type == "epsilon":
-        clean, towards = (sample - sigma_BX * velocity) / root, velocity
+        clean, towards = (sample - spread * velocity) / signal, velocity
     elif prediction_type == "sample":
-        clean, towards = velocity, (sample - root * velocity) / sigma_BX
+        clean, towards = velocity, (sample - signal * velocity) / spread
     else:
-        clean, towards = root * sample - sigma_BX * velocity, root * velocity + sigma_BX * sample
-    direction = (sigma_next.double().square() - std.double().square()).clamp(min=0).sqrt().float()
+        clean, towards = signal * sample - spread * velocity, signal * velocity + spread * sample
     return complete(
         per_row(alpha_next.sqrt().float(), sample) * clean + per_row(direction, sample) * towards,
         std=std,

@@ -5,7 +5,7 @@ with alpha = 1 - sigma. Rollouts of DiffusionNFT and the tail of MixGRPO-Flash u
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -25,12 +25,13 @@ Variant = Literal["dpmsolver++", "dpmsolver"]
 class Options:
     """Options of the rule."""
 
-    algorithm_type: Variant = "dpmsolver++"
+    algorithm_type: Variant = field(
+        default="dpmsolver++"
     """Extrapolate the clean prediction (``++``) or the noise prediction."""
     solver_type: Literal["midpoint", "heun"] = "midpoint"
     """How the second order weighs the change since the last evaluation."""
-    solver_order: Literal[1, 2] = 2
-    """2 needs an evaluation before this one; the first and the last step are of first order."""
+    solver_order: Literal[1, 2] = 2, metadata={"description": "2 needs an evaluation before this one; the first and the last step are of first order."}
+    )
 
 
 def step(

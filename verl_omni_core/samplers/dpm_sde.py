@@ -4,7 +4,7 @@ Source: SDE-DPM-Solver++, Lu et al. 2022 (arXiv:2211.01095), equations 18 and 19
 MixGRPO (arXiv:2507.21802).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -28,10 +28,11 @@ Variant = Literal["dpmsolver++", "dpmsolver"]
 class Options:
     """Options of the rule."""
 
-    algorithm_type: Variant = "dpmsolver++"
+    algorithm_type: Variant = field(
+        default="dpmsolver++"
     """Extrapolate the clean prediction (``++``) or the noise prediction; the latter has no step from level 1."""
-    include_logprob_normalizer: bool = True
-    """Keep the density's constant terms; they cancel in every ratio."""
+    include_logprob_normalizer: bool = True, metadata={"description": "Keep the density's constant terms; they cancel in every ratio."}
+    )
 
 
 def step(

@@ -4,7 +4,7 @@ Source: DiffusionNFT, Zheng et al. 2025 (arXiv:2509.16117), sampler option of it
 (arXiv:2010.02502), with alpha = 1 - sigma. Unlike that code this step also scores a given result.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -26,8 +26,9 @@ IS_STOCHASTIC = True
 class Options:
     """Options of the rule."""
 
-    include_logprob_normalizer: bool = True
-    """Keep the density's constant terms; they cancel in every ratio."""
+    include_logprob_normalizer: bool = field(
+        default=True, metadata={"description": "Keep the density's constant terms; they cancel in every ratio."}
+    )
 
 
 def step(

@@ -4,7 +4,7 @@ Source: Flow-GRPO, Liu et al. 2025 (arXiv:2505.05470), section 4.2. The log-dens
 in its code; the joint density would be the sum.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ IS_STOCHASTIC = True
 class Options:
     """Options of the rule."""
 
-    include_logprob_normalizer: bool = True
-    """Keep the density's constant terms; they cancel in every ratio."""
+    include_logprob_normalizer: bool = field(
+        default=True, metadata={"description": "Keep the density's constant terms; they cancel in every ratio."}
+    )
 
 
 def step(
