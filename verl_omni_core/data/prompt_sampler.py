@@ -20,11 +20,13 @@ class PromptDraw:
     """How often the same row came earlier in the same step; greater than 0 only if a step spans an epoch's end."""
 
 
-def rows_of_step(seed: int, step: int, *, dataset_rows: int, prompts_per_step: int, shuffle: bool = True) -> list[PromptDraw]:
+def rows_of_step(
+    seed: int, step: int, *, dataset_rows: int, prompts_per_step: int, shuffle: bool = True
+) -> list[PromptDraw]:
     """Return the prompts of a step, in order.
 
-    The epochs follow each other in one endless stream, of which every step takes the next ``prompts_per_step``: each row
-    comes once an epoch, and a step may straddle the end of one.
+    The epochs follow each other in one endless stream, of which every step takes the next ``prompts_per_step``: each
+    row comes once an epoch, and a step may straddle the end of one.
 
     Args:
         seed: ``run.seed``.
@@ -36,8 +38,10 @@ def rows_of_step(seed: int, step: int, *, dataset_rows: int, prompts_per_step: i
         ValueError: an argument below its minimum.
     """
     if step < 1 or dataset_rows < 1 or prompts_per_step < 1 or seed < 0:
-        raise ValueError(f"got seed {seed}, step {step}, {dataset_rows} rows and {prompts_per_step} prompts a step; the seed "
-                         "must be at least 0, the others at least 1")  # fmt: skip
+        raise ValueError(
+            f"got seed {seed}, step {step}, {dataset_rows} rows and {prompts_per_step} prompts a step; the seed "
+            "must be at least 0, the others at least 1"
+        )
     seen: Counter[int] = Counter()
     draws = []
     for position in range((step - 1) * prompts_per_step, step * prompts_per_step):

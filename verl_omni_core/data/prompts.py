@@ -32,8 +32,14 @@ TokenCounts = Callable[[str], Mapping[str, tuple[int, int]]]
 _SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
-def read_prompts(path: str | Path, *, prompt_column: str = "prompt", negative_prompt_column: str | None = None,
-                 ground_truth_column: str | None = "ground_truth", max_rows: int | None = None) -> pa.Table:  # fmt: skip
+def read_prompts(
+    path: str | Path,
+    *,
+    prompt_column: str = "prompt",
+    negative_prompt_column: str | None = None,
+    ground_truth_column: str | None = "ground_truth",
+    max_rows: int | None = None,
+) -> pa.Table:
     """Read a prompt table.
 
     Args:
@@ -47,8 +53,8 @@ def read_prompts(path: str | Path, *, prompt_column: str = "prompt", negative_pr
         ``negative_prompt?``, ``negative_messages_json?``, ``ground_truth?``, ``data_source``, ``reward_model_json?``,
         ``extra_info_json?``, then all other columns of the file, media included, untouched.
     Raises:
-        DataError: no such file, another format, no such column (with the nearest that exists), no rows, a row that cannot
-            be read or has an empty prompt (with its number).
+        DataError: no such file, another format, no such column (with the nearest that exists), no rows, a row that
+            cannot be read or has an empty prompt (with its number).
     """
     path = Path(path)
     source = _read(path, max_rows)
@@ -58,7 +64,9 @@ def read_prompts(path: str | Path, *, prompt_column: str = "prompt", negative_pr
     prompts = [_messages(path, row, prompt_column, v) for row, v in enumerate(source[prompt_column].to_pylist())]
     for row, messages in enumerate(prompts):
         if messages is None or not _text(messages).strip():
-            raise DataError(f"{path}, row {row}: the prompt in column {prompt_column!r} is empty; fill it or remove the row")
+            raise DataError(
+                f"{path}, row {row}: the prompt in column {prompt_column!r} is empty; fill it or remove the row"
+            )
     columns: dict[str, Any] = {
         DATASET_ROW: pa.array(range(source.num_rows), pa.int64()),
         PROMPT: _strings([_text(messages) for messages in prompts if messages is not None]),
@@ -91,7 +99,7 @@ def check_lengths(rows: pa.Table, token_counts: TokenCounts, policy: Literal["er
         policy: refuse the first prompt that is too long, or count them.
     Returns: the rows that will be cut; 0 under ``error``.
     Raises:
-        DataError: a prompt is too long under ``error``; names the row, the tokenizer, what was seen and what is allowed.
+        DataError: a prompt is too long under ``error``; names row, tokenizer, what was seen and what is allowed.
     """
     names = [name for name in (PROMPT, NEGATIVE_PROMPT) if name in rows.column_names]
     known: dict[str, Mapping[str, tuple[int, int]]] = {}
@@ -107,8 +115,10 @@ def check_lengths(rows: pa.Table, token_counts: TokenCounts, policy: Literal["er
             for tokenizer, (seen, allowed) in known[text].items():
                 if seen > allowed and policy == "error":
                     number = rows[DATASET_ROW][row].as_py()
-                    raise DataError(f"row {number}: the {name.replace('_', ' ')} has {seen} tokens for {tokenizer!r}, which "
-                                    f"takes {allowed}; shorten it, or set data.overlong to 'truncate'")  # fmt: skip
+                    raise DataError(
+                        f"row {number}: the {name.replace('_', ' ')} has {seen} tokens for {tokenizer!r}, which "
+                        f"takes {allowed}; shorten it, or set data.overlong to 'truncate'"
+                    )
                 over |= seen > allowed
         cut += over
     return cut
@@ -148,8 +158,10 @@ def _read_parquet(path: Path, max_rows: int | None) -> pa.Table:
             groups.append(file.read_row_group(group))
         except (pa.ArrowException, OSError) as error:
             first = _first_unreadable(file, group, size)
-            raise DataError(f"{path}, row {row + first}: cannot be read ({error}); the file is damaged there, make it again "
-                            "or remove the rows from there on") from error  # fmt: skip
+            raise DataError(
+                f"{path}, row {row + first}: cannot be read ({error}); the file is damaged there, make it again "
+                "or remove the rows from there on"
+            ) from error
         row += size
     table = pa.concat_tables(groups) if groups else file.schema_arrow.empty_table()
     return table.slice(0, max_rows)
@@ -179,13 +191,17 @@ def _json_records(path: Path) -> Iterator[dict[str, Any]]:
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}); expected a list of objects, or name the file .jsonl if it has one "
-                        "object a line") from error  # fmt: skip
+        raise DataError(
+            f"{path} is not JSON ({error}); expected a list of objects, or name the file .jsonl if it has one "
+            "object a line"
+        ) from error
     if not isinstance(value, list):
         raise DataError(f"{path} holds a JSON {type(value).__name__}; expected a list of objects")
     for row, item in enumerate(value):
         if not isinstance(item, dict):
-            raise DataError(f"{path}, row {row}: got a JSON {type(item).__name__}, expected an object with columns as keys")
+            raise DataError(
+                f"{path}, row {row}: got a JSON {type(item).__name__}, expected an object with columns as keys"
+            )
         yield item
 
 
@@ -195,7 +211,9 @@ def _record(path: Path, row: int, line: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path}, row {row}{where}: cannot be read as JSON ({error}); correct or remove it") from error
     if not isinstance(value, dict):
-        raise DataError(f"{path}, row {row}{where}: got a JSON {type(value).__name__}, expected an object with columns as keys")
+        raise DataError(
+            f"{path}, row {row}{where}: got a JSON {type(value).__name__}, expected an object with columns as keys"
+        )
     return value
 
 
@@ -226,8 +244,10 @@ def _messages(path: Path, row: int, column: str, value: Any) -> list[dict[str, A
         for item in value
     )
     if not good:
-        raise DataError(f"{path}, row {row}: column {column!r} holds {str(value)[:80]!r} ({type(value).__name__}); expected a "
-                        "text or a list of {role, content} messages")  # fmt: skip
+        raise DataError(
+            f"{path}, row {row}: column {column!r} holds {str(value)[:80]!r} ({type(value).__name__}); expected a "
+            "text or a list of {role, content} messages"
+        )
     # Arrow gives each message the keys of all others, without a value
     return [{key: part for key, part in item.items() if part is not None} for item in value]
 
@@ -262,8 +282,10 @@ def _scoring_columns(path: Path, source: pa.Table, ground_truth_column: str | No
     truths: list[Any] = [None] * source.num_rows
     if ground_truth_column is not None and ground_truth_column in source.column_names:
         truths = source[ground_truth_column].to_pylist()
-    truths = [(reward or {}).get("ground_truth") if truth is None else truth
-              for truth, reward in zip(truths, rewards, strict=True)]  # fmt: skip
+    truths = [
+        (reward or {}).get("ground_truth") if truth is None else truth
+        for truth, reward in zip(truths, rewards, strict=True)
+    ]
     if any(truth is not None for truth in truths):
         columns[GROUND_TRUTH] = _strings([t if t is None or isinstance(t, str) else _canonical(t) for t in truths])
     if any(reward is not None for reward in rewards):
@@ -283,7 +305,9 @@ def _objects(path: Path, source: pa.Table, name: str) -> list[dict[str, Any] | N
         try:
             parsed = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
-            raise DataError(f"{path}, row {row}: column {name!r} is not JSON ({error}); correct or remove it") from error
+            raise DataError(
+                f"{path}, row {row}: column {name!r} is not JSON ({error}); correct or remove it"
+            ) from error
         if parsed is not None and not isinstance(parsed, dict):
             raise DataError(f"{path}, row {row}: column {name!r} holds {str(value)[:80]!r}, expected an object")
         # Arrow gives each row the keys of all others, without a value
