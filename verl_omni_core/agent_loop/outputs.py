@@ -118,7 +118,9 @@ def join_batches(parts: Sequence[DataProto]) -> DataProto:
     scored = all("rm_scores" in part.batch.keys() for part in parts)  # noqa: SIM118 - iterating yields rows
     keys = [set(part.meta_info.get("reward_extra_keys", ())) for part in parts]
     shared = set.intersection(*keys) if scored and keys else set()
-    return DataProto.concat([_with_rewards(part, own - shared, shared, scored) for part, own in zip(parts, keys, strict=True)])
+    return DataProto.concat(
+        [_with_rewards(part, own - shared, shared, scored) for part, own in zip(parts, keys, strict=True)]
+    )
 
 
 def agent_loop_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -96,8 +96,8 @@ class DiffusionAgentLoopWorker:
                 ``raw_negative_prompt`` (or ``negative_prompt``), ``seed``, ``session``, ``sample_id``, ``agent_name``,
                 ``ground_truth``, ``data_source``, ``extra_info``, ``pack_index``. ``meta_info``: ``global_steps`` or
                 ``sampling`` (:class:`SamplingParams`), ``validate``, and where samples come in packs ``pack`` (its id)
-                and ``pack_size``. With ``validate`` log-probs are off and the seed is the validation seed plus the
-                session, whatever the row says.
+                and ``pack_size``. With ``validate`` log-probs are off, and rows without a seed get the validation seed
+                plus their session.
         Returns: N results in the batch's order.
         Raises: UnknownNameError for an agent loop that does not exist, ContractError for rows without what identifies
             them; both before the first sample.
@@ -120,7 +120,9 @@ class DiffusionAgentLoopWorker:
         if given is not None:
             return given
         if "global_steps" not in meta:
-            raise ContractError("the batch says neither 'sampling' nor 'global_steps' in meta_info; give the step number")
+            raise ContractError(
+                "the batch says neither 'sampling' nor 'global_steps' in meta_info; give the step number"
+            )
         return training_sampling(self._config, int(meta["global_steps"]))
 
     def _row(self, batch: DataProto, index: int) -> dict[str, Any]:
@@ -145,12 +147,14 @@ class DiffusionAgentLoopWorker:
         return row
 
     def _seed(self, row: dict[str, Any], meta: dict[str, Any]) -> int:
-        if meta.get("validate"):
-            return self._config.sampler.validation.seed + row["session"]
         if row.get("seed") is not None:
             return int(row["seed"])
+        if meta.get("validate"):
+            return self._config.sampler.validation.seed + row["session"]
         if "global_steps" not in meta:
-            raise ContractError("rows have no 'seed' and meta_info no 'global_steps' to derive one from; give one of them")
+            raise ContractError(
+                "rows have no 'seed' and meta_info no 'global_steps' to derive one from; give one of them"
+            )
         return identity.sample_seed(self._config.run.seed, int(meta["global_steps"]), row["sample_index"])
 
     def _loop(self, name: str) -> AgentLoop:
@@ -193,16 +197,23 @@ class DiffusionAgentLoopWorker:
 
 def scoring_item(output: DiffusionAgentLoopOutput, row: dict[str, Any]) -> ScoringItem:
     """Return a sample as scorers see it: the picture, the row's own columns, and how many turns it took."""
-    from verl_omni_core.agent_loop.loops.diffusion_single_turn_agent import prompt_text
-
     return ScoringItem(
         sample_id=row["sample_id"],
         image=np.asarray(output.response_diffusion_output),
-        prompt=prompt_text(row["raw_prompt"]),
+        prompt=_users_text(row["raw_prompt"]),
         ground_truth=row.get("ground_truth"),
         data_source=row.get("data_source"),
         extra_info={**(row.get("extra_info") or {}), "num_turns": output.num_turns},
     )
+
+
+def _users_text(prompt: Any) -> str:
+    """Return what the user wrote, in a prompt of any agent loop."""
+    if isinstance(prompt, str):
+        return prompt
+    contents = [message.get("content") or "" for message in prompt if message.get("role") == "user"]
+    parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
+    return "\n".join(part["text"] for content in parts for part in content if part.get("type") == "text")
 
 
 def _whole_number(row: dict[str, Any], name: str, default: int | None = None) -> int:

@@ -64,8 +64,8 @@ def prompt_text(prompt: Prompt) -> str:
     roles = [message.get("role") for message in messages]
     if roles != ["user"]:
         raise DataError(
-            f"a prompt of messages with the roles {roles}; expected one of the user: the model adapter adds system text, "
-            "and more turns need another agent loop"
+            f"a prompt of messages with the roles {roles}; expected one of the user: the model adapter adds system "
+            "text, and more turns need another agent loop"
         )
     content = messages[0].get("content")
     if not isinstance(content, str):
