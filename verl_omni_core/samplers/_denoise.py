@@ -145,7 +145,9 @@ def integrate(
             recorded.append(latents)
     return Trajectory(
         latents_clean=latents,
-        all_latents=torch.stack(recorded, dim=1) if recorded else latents.new_zeros(len(latents), 0, *latents.shape[1:]),
+        all_latents=torch.stack(recorded, dim=1)
+        if recorded
+        else latents.new_zeros(len(latents), 0, *latents.shape[1:]),
         all_timesteps=timesteps[start:end].expand(len(latents), -1).contiguous(),
         step_indices=torch.arange(start, end),
         log_probs=torch.stack(log_probs, dim=1) if log_probs else latents.new_zeros(len(latents), 0),
@@ -163,4 +165,6 @@ def _check(latents: Tensor, schedule: Levels, rule: TransitionRule, window: tupl
     if not rule.IS_STOCHASTIC:
         raise ValueError("a deterministic rule has no stochastic window; use a stochastic sampler or no window")
     if not 0 <= window[0] < window[1] <= steps - 1:
-        raise ValueError(f"window {window} is not inside [0, {steps - 1}) or is empty; the last step is never stochastic")
+        raise ValueError(
+            f"window {window} is not inside [0, {steps - 1}) or is empty; the last step is never stochastic"
+        )
