@@ -35,7 +35,9 @@ ROW = "| {name} | {allowed} | {default} | {unit} | {theirs} | {meaning} |"
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([HEAD.format(profiles=", ".join(f"`{name}`" for name in profile_names())), *_tables(), *_components()])
+    return "\n".join(
+        [HEAD.format(profiles=", ".join(f"`{name}`" for name in profile_names())), *_tables(), *_components()]
+    )
 
 
 def _tables() -> Iterator[str]:

@@ -5,7 +5,7 @@ all that it finds in one message.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,42 +153,20 @@ def _data(found: CheckedRun) -> None:
 
 
 def _split(found: CheckedRun, split: resolve.Split) -> None:
-    from verl_omni_core.data.prompts import prompts_of
+    from verl_omni_core.data.prompts import check_lengths, prompts_of
 
-    resolve.data_path(found.config, split)
     prompts = prompts_of(found.config, split)
     found.rows[split] = prompts.num_rows
     if found.model_path == Path():
         return  # the model's own fault is reported; lengths cannot be told without its tokenizers
-    texts = prompts.column("prompt").to_pylist()
-    overlong = _overlong(found, texts)
-    if not overlong:
-        return
-    if found.config.data.overlong == "truncate":
-        found.truncated[split] = len(overlong)
-        return
-    row, (tokenizer, (tokens, limit)) = next(iter(overlong.items()))
-    raise DataError(
-        f"data.{split}: the prompt of row {row} has {tokens} tokens for {tokenizer}, which takes {limit}; "
-        f"{len(overlong)} of {len(texts)} prompts are too long. Shorten them, raise sampler.max_sequence_length (now "
-        f"{found.config.sampler.max_sequence_length}) if it sets that limit, or set data.overlong = 'truncate'"
-    )
-
-
-def _overlong(found: CheckedRun, texts: list[str]) -> Mapping[int, tuple[str, tuple[int, int]]]:
-    """Return row to (tokenizer, (tokens, limit)) of the first encoder that the row's prompt is too long for."""
     adapter, tokenizers = resolve.adapter(found.config), _tokenizers(found.model_path)
     longest = found.config.sampler.max_sequence_length
-    overlong = {}
-    seen: dict[str, tuple[str, tuple[int, int]] | None] = {}
-    for row, text in enumerate(texts):
-        if text not in seen:
-            counts = adapter.token_counts(tokenizers, text, longest).items()
-            seen[text] = next(((name, count) for name, count in counts if count[0] > count[1]), None)
-        fault = seen[text]
-        if fault is not None:
-            overlong[row] = fault
-    return overlong
+    try:
+        found.truncated[split] = check_lengths(
+            prompts, lambda text: adapter.token_counts(tokenizers, text, longest), found.config.data.overlong
+        )
+    except DataError as error:
+        raise DataError(f"data.{split}, {error} (sampler.max_sequence_length is {longest})") from None
 
 
 def _tokenizers(folder: Path) -> dict[str, Any]:

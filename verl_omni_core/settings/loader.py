@@ -212,8 +212,9 @@ def _unknown(values: Mapping[str, Any], group: type[Settings], prefix: str, laye
         field = group.model_fields.get(key)
         name = prefix + key
         if field is None:
-            inner = [path for path in _flat({key: value}, prefix)] if isinstance(value, Mapping) and value else [name]
-            # a whole foreign table is named by its keys, because those are what has a counterpart here
+            inner = _flat(
+                {key: value}, prefix
+            )  # a foreign table is named by its keys, which may have a counterpart here
             problems += [f"unknown setting {path!r} ({_origin(path, layer)}): {tree.advice(path)}" for path in inner]
             continue
         inner_group = tree.group_of(field.annotation)
@@ -226,7 +227,9 @@ def _unknown(values: Mapping[str, Any], group: type[Settings], prefix: str, laye
                 for entry_key in entry if isinstance(entry, Mapping) else ():
                     if entry_key not in known:
                         where = f"{name}.{index}.{entry_key}"
-                        problems.append(f"unknown setting {where!r} ({_origin(name, layer)}): {nearest(entry_key, known)}")
+                        problems.append(
+                            f"unknown setting {where!r} ({_origin(name, layer)}): {nearest(entry_key, known)}"
+                        )
     return problems
 
 
