@@ -1,6 +1,6 @@
-"""Time to write and commit a step's trajectories: 512 images of 512 x 512 with a window of two, as FlowGRPO stores them.
+"""Time to write and commit a step's trajectories: 512 images of 512 x 512 with a window of two, for FlowGRPO.
 
-Prints one JSON line: seconds and bytes of the commit, and seconds of a plain synced write of as many bytes in the same run.
+Prints one JSON line: seconds and bytes of the commit, and seconds of a plain synced write of as many bytes.
 """
 
 import argparse
@@ -26,25 +26,46 @@ PROMPTS, TOKENS, WIDTH, POOLED = 32, 333, 4096, 2048
 def trajectories(start: int) -> pa.Table:
     """Return one pack of samples with random latents."""
     rows = range(start, start + PACK)
-    return build_table("trajectories", {
-        "sample_index": list(rows), "sample_id": [f"s000001-r{i:06d}-0-g000" for i in rows],
-        "uid": [f"s000001-r{i // 16:06d}-0" for i in rows], "session": [i % 16 for i in rows],
-        "prompt_key": [f"{i // 16:064x}" for i in rows], "seed": list(rows), "status": ["ok"] * PACK,
-        "attempts": [1] * PACK, "replica": ["r0"] * PACK, "min_version": [0] * PACK, "max_version": [0] * PACK,
-        "num_turns": [1] * PACK, "num_preempted": [-1] * PACK, "t_generate_s": [1.0] * PACK, "t_tool_s": [0.0] * PACK,
-        "t_score_s": [0.0] * PACK, "sde_window_start": [0] * PACK,
-        "all_latents": torch.randn(PACK, WINDOW + 1, *LATENT), "all_timesteps": torch.rand(PACK, WINDOW),
-        "step_indices": torch.zeros(PACK, WINDOW, dtype=torch.int64), "rollout_log_probs": torch.randn(PACK, WINDOW),
-    })  # fmt: skip
+    return build_table(
+        "trajectories",
+        {
+            "sample_index": list(rows),
+            "sample_id": [f"s000001-r{i:06d}-0-g000" for i in rows],
+            "uid": [f"s000001-r{i // 16:06d}-0" for i in rows],
+            "session": [i % 16 for i in rows],
+            "prompt_key": [f"{i // 16:064x}" for i in rows],
+            "seed": list(rows),
+            "status": ["ok"] * PACK,
+            "attempts": [1] * PACK,
+            "replica": ["r0"] * PACK,
+            "min_version": [0] * PACK,
+            "max_version": [0] * PACK,
+            "num_turns": [1] * PACK,
+            "num_preempted": [-1] * PACK,
+            "t_generate_s": [1.0] * PACK,
+            "t_tool_s": [0.0] * PACK,
+            "t_score_s": [0.0] * PACK,
+            "sde_window_start": [0] * PACK,
+            "all_latents": torch.randn(PACK, WINDOW + 1, *LATENT),
+            "all_timesteps": torch.rand(PACK, WINDOW),
+            "step_indices": torch.zeros(PACK, WINDOW, dtype=torch.int64),
+            "rollout_log_probs": torch.randn(PACK, WINDOW),
+        },
+    )
 
 
 def embeddings() -> pa.Table:
     """Return the prompts' embeddings, once each."""
-    return build_table("embeddings", {
-        "prompt_key": [f"{i:064x}" for i in range(PROMPTS)], "encoder_digest": ["0" * 64] * PROMPTS,
-        "prompt_embeds": [torch.randn(TOKENS, WIDTH).bfloat16() for _ in range(PROMPTS)],
-        "prompt_embeds_len": [TOKENS] * PROMPTS, "pooled_prompt_embeds": torch.randn(PROMPTS, POOLED).bfloat16(),
-    })  # fmt: skip
+    return build_table(
+        "embeddings",
+        {
+            "prompt_key": [f"{i:064x}" for i in range(PROMPTS)],
+            "encoder_digest": ["0" * 64] * PROMPTS,
+            "prompt_embeds": [torch.randn(TOKENS, WIDTH).bfloat16() for _ in range(PROMPTS)],
+            "prompt_embeds_len": [TOKENS] * PROMPTS,
+            "pooled_prompt_embeds": torch.randn(PROMPTS, POOLED).bfloat16(),
+        },
+    )
 
 
 def write_and_commit(store: RunStore, step: int, shards: list[tuple[str, int, pa.Table]]) -> tuple[float, int]:
@@ -81,7 +102,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; the system's temporary folder by default")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    shards = [("trajectories", i, trajectories(i * PACK)) for i in range(IMAGES // PACK)] + [("embeddings", 0, embeddings())]
+    shards = [("trajectories", i, trajectories(i * PACK)) for i in range(IMAGES // PACK)] + [
+        ("embeddings", 0, embeddings())
+    ]
     commits, plain, size = [], [], 0
     for step in range(arguments.repeats):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
@@ -89,12 +112,21 @@ def main() -> None:
             commits.append(seconds)
             plain.append(plain_write(Path(name), size))
     best, raw = sorted(commits)[len(commits) // 2], sorted(plain)[len(plain) // 2]
-    print(json.dumps({
-        "benchmark": "arrow_commit", "images": IMAGES, "bytes": size, "commit_s": round(best, 3),
-        "commit_s_all": [round(s, 3) for s in commits], "plain_write_s": round(raw, 3),
-        "commit_gb_per_s": round(size / best / 1e9, 2), "plain_gb_per_s": round(size / raw / 1e9, 2),
-        "ratio": round(best / raw, 2),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "arrow_commit",
+                "images": IMAGES,
+                "bytes": size,
+                "commit_s": round(best, 3),
+                "commit_s_all": [round(s, 3) for s in commits],
+                "plain_write_s": round(raw, 3),
+                "commit_gb_per_s": round(size / best / 1e9, 2),
+                "plain_gb_per_s": round(size / raw / 1e9, 2),
+                "ratio": round(best / raw, 2),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

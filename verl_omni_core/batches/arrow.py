@@ -1,8 +1,8 @@
 """Tensors as Arrow columns and back, bit for bit.
 
-A row of a column is one sample. Dtypes that Arrow lacks (bfloat16, float8, and bool, which Arrow packs into bits) travel
-as unsigned integers of their width; the field's metadata names the torch dtype, and both ways are views, never casts, so
-NaN payloads and -0.0 survive.
+A row of a column is one sample. Dtypes that Arrow lacks (bfloat16, float8, and bool, which Arrow packs into bits)
+travel as unsigned integers of their width; the field's metadata names the torch dtype, and both ways are views, never
+casts, so NaN payloads and -0.0 survive.
 """
 
 import json
@@ -92,8 +92,10 @@ def tensor_column(name: str, tensor: Tensor, dims: Sequence[str] | None = None) 
     if tensor.ndim == 0:
         raise ContractError(f"column {name!r}: got a tensor without dimensions; expected one row a sample, [N, ...]")
     if dims is not None and len(dims) != tensor.ndim - 1:
-        raise ContractError(f"column {name!r}: {len(dims)} dimension names {list(dims)} for rows of shape "
-                            f"{tuple(tensor.shape[1:])}; give one for each")  # fmt: skip
+        raise ContractError(
+            f"column {name!r}: {len(dims)} dimension names {list(dims)} for rows of shape "
+            f"{tuple(tensor.shape[1:])}; give one for each"
+        )
     rows, shape = tensor.shape[0], list(tensor.shape[1:])
     values = _values(tensor)
     metadata = {TORCH_DTYPE: dtype_name(tensor.dtype).encode()}
@@ -104,8 +106,9 @@ def tensor_column(name: str, tensor: Tensor, dims: Sequence[str] | None = None) 
     return pa.field(name, kind, nullable=False, metadata=metadata), pa.ExtensionArray.from_storage(kind, storage)
 
 
-def column_tensor(column: pa.ChunkedArray | pa.Array, field: pa.Field, *, copy: bool = True,
-                  pin_memory: bool = False) -> Tensor:  # fmt: skip
+def column_tensor(
+    column: pa.ChunkedArray | pa.Array, field: pa.Field, *, copy: bool = True, pin_memory: bool = False
+) -> Tensor:
     """Return a fixed-shape column as a tensor [N, ...].
 
     Args:
@@ -119,8 +122,10 @@ def column_tensor(column: pa.ChunkedArray | pa.Array, field: pa.Field, *, copy: 
     dtype = dtype_of(field)
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     if any(chunk.null_count for chunk in chunks):
-        raise ContractError(f"column {field.name!r} has {sum(c.null_count for c in chunks)} missing tensors; expected "
-                            "none: keep failed rows in a table of their own")  # fmt: skip
+        raise ContractError(
+            f"column {field.name!r} has {sum(c.null_count for c in chunks)} missing tensors; expected "
+            "none: keep failed rows in a table of their own"
+        )
     shape = tuple(field.type.shape) if isinstance(field.type, pa.FixedShapeTensorType) else ()
     parts = [_chunk_view(chunk, shape) for chunk in chunks if len(chunk)]
     if not copy and len(parts) == 1:
@@ -134,8 +139,9 @@ def column_tensor(column: pa.ChunkedArray | pa.Array, field: pa.Field, *, copy: 
     return out.view(dtype) if stored != dtype else out
 
 
-def jagged_column(name: str, rows: Sequence[Tensor | None], *, rest: Sequence[int] | None = None,
-                  dtype: torch.dtype | None = None) -> tuple[pa.Field, pa.Array]:  # fmt: skip
+def jagged_column(
+    name: str, rows: Sequence[Tensor | None], *, rest: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> tuple[pa.Field, pa.Array]:
     """Make a column of tensors that differ in their first dimension only.
 
     Args:
@@ -154,8 +160,10 @@ def jagged_column(name: str, rows: Sequence[Tensor | None], *, rest: Sequence[in
         raise ContractError(f"column {name!r} has no row to infer its shape from; pass rest= and dtype=")
     for index, row in enumerate(rows):
         if row is not None and (row.ndim == 0 or tuple(row.shape[1:]) != tuple(rest) or row.dtype != dtype):
-            raise ContractError(f"column {name!r}, row {index}: got {row.dtype} {tuple(row.shape)}, expected {dtype} "
-                                f"(*, {', '.join(map(str, rest))}) as in the other rows")  # fmt: skip
+            raise ContractError(
+                f"column {name!r}, row {index}: got {row.dtype} {tuple(row.shape)}, expected {dtype} "
+                f"(*, {', '.join(map(str, rest))}) as in the other rows"
+            )
     flat = torch.cat([row.reshape(-1) for row in given]) if given else torch.empty(0, dtype=dtype)
     values = _values(flat)
     width = int(np.prod(rest, dtype=np.int64)) if rest else 1

@@ -47,9 +47,12 @@ class DataProto:
                 raise ContractError(f"non_tensor_batch[{name!r}] is {seen}, expected an object array ({len(self)},)")
 
     @classmethod
-    def from_dict(cls, tensors: Mapping[str, Tensor | Sequence[Tensor]] | None = None,
-                  objects: Mapping[str, Sequence[Any]] | None = None,
-                  meta_info: Mapping[str, Any] | None = None) -> "DataProto":  # fmt: skip
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor | Sequence[Tensor]] | None = None,
+        objects: Mapping[str, Sequence[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> "DataProto":
         """Build a batch from tensors [N, ...], lists of N tensors (made jagged) and sequences of N objects.
 
         Raises:
@@ -68,8 +71,9 @@ class DataProto:
         )
 
     @classmethod
-    def from_arrow(cls, table: pa.Table, *others: pa.Table, columns: Sequence[str] | None = None,
-                   copy: bool = True) -> "DataProto":  # fmt: skip
+    def from_arrow(
+        cls, table: pa.Table, *others: pa.Table, columns: Sequence[str] | None = None, copy: bool = True
+    ) -> "DataProto":
         """Build a batch from a table and from tables that add columns to its rows.
 
         Args:
@@ -135,11 +139,13 @@ class DataProto:
         for position, part in enumerate(parts):
             here, there = _names(first), _names(part)
             if here != there:
-                raise ContractError(f"batch {position} has other columns than batch 0: {sorted(here ^ there)} are in "
-                                    "one of them only")  # fmt: skip
+                raise ContractError(
+                    f"batch {position} has other columns than batch 0: {sorted(here ^ there)} are in one of them only"
+                )
         tensors = {name: _join(name, [part.batch.get(name) for part in parts]) for name in first.batch.keys()}  # noqa: SIM118
-        objects = {name: np.concatenate([part.non_tensor_batch[name] for part in parts])
-                   for name in first.non_tensor_batch}  # fmt: skip
+        objects = {
+            name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in first.non_tensor_batch
+        }
         meta: dict[str, Any] = {}
         for part in parts:
             for key, value in part.meta_info.items():
@@ -232,8 +238,9 @@ def _equal(mine: Any, theirs: Any) -> bool:
 def _matching_rows(table: pa.Table, other: pa.Table) -> pa.Array:
     shared = [k for k in (SAMPLE_INDEX, PROMPT_KEY) if k in table.column_names and k in other.column_names]
     if not shared:
-        raise ContractError(f"tables share neither {SAMPLE_INDEX!r} nor {PROMPT_KEY!r}; columns of the second: "
-                            f"{other.column_names}")  # fmt: skip
+        raise ContractError(
+            f"tables share neither {SAMPLE_INDEX!r} nor {PROMPT_KEY!r}; columns of the second: {other.column_names}"
+        )
     key = shared[0]
     keys = other[key].combine_chunks()
     if len(pc.unique(keys)) != len(keys):
@@ -241,12 +248,15 @@ def _matching_rows(table: pa.Table, other: pa.Table) -> pa.Array:
     rows = pc.index_in(table[key].combine_chunks(), value_set=keys)
     if rows.null_count:
         lost = table[key].filter(pc.is_null(rows))[0].as_py()
-        raise ContractError(f"{rows.null_count} rows have no counterpart in the second table, the first has {key} {lost}")
+        raise ContractError(
+            f"{rows.null_count} rows have no counterpart in the second table, the first has {key} {lost}"
+        )
     return rows
 
 
-def _read_column(part: pa.Table, name: str, rows: pa.Array | None, copy: bool, tensors: dict[str, Any],
-                 objects: dict[str, Any]) -> None:  # fmt: skip
+def _read_column(
+    part: pa.Table, name: str, rows: pa.Array | None, copy: bool, tensors: dict[str, Any], objects: dict[str, Any]
+) -> None:
     column_field, column = part.schema.field(name), part[name]
     if rows is not None and not (len(rows) == part.num_rows and rows.equals(pa.array(range(len(rows)), rows.type))):
         column, copy = column.take(rows), True
@@ -291,5 +301,7 @@ def _to_json(name: str, value: Any) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise ContractError(f"{name!r} holds a value that JSON cannot ({error}); convert it, or drop the column before "
-                            "storing the batch") from error  # fmt: skip
+        raise ContractError(
+            f"{name!r} holds a value that JSON cannot ({error}); convert it, or drop the column before "
+            "storing the batch"
+        ) from error

@@ -36,8 +36,10 @@ def pad_embeds(name: str, embeds_LD: Tensor, length: int, mask_L: Tensor | None 
     if embeds_LD.ndim != 2:
         raise ContractError(f"{name} has shape {tuple(embeds_LD.shape)}, expected [length, width]")
     if embeds_LD.shape[0] > length:
-        raise ContractError(f"{name} has {embeds_LD.shape[0]} positions, the limit is {length}; set the limit to the final "
-                            "length of all encoders together")  # fmt: skip
+        raise ContractError(
+            f"{name} has {embeds_LD.shape[0]} positions, the limit is {length}; set the limit to the final "
+            "length of all encoders together"
+        )
     if mask_L is not None and mask_L.shape != embeds_LD.shape[:1]:
         raise ContractError(f"{name}: the mask has shape {tuple(mask_L.shape)} for {embeds_LD.shape[0]} positions")
     padded = embeds_LD.new_zeros(length, embeds_LD.shape[1])
@@ -75,8 +77,10 @@ def pad_condition_rows(sample: str, fields: Mapping[str, Any], length: int) -> d
         if rows.shape[0] != number:
             raise ContractError(f"sample {sample}: {name} has {rows.shape[0]} rows, {count_name} says {number}")
         if number > length:
-            raise ContractError(f"sample {sample}: {name} has {number} rows, at most {length} are allowed; raise "
-                                "max_prompt_embed_length, rows are never cut")  # fmt: skip
+            raise ContractError(
+                f"sample {sample}: {name} has {number} rows, at most {length} are allowed; raise "
+                "max_prompt_embed_length, rows are never cut"
+            )
         padded[name], padded[f"{name}_mask"] = pad_embeds(name, rows, length)
         padded[count_name] = torch.tensor(number, dtype=torch.int64)
     return padded
@@ -89,8 +93,8 @@ def embeds_padding_2_no_padding(batch: TensorDict) -> TensorDict:
         batch: [N] with any of the prompt embeddings [N, M, D] (and ``<name>_mask`` [N, M]; without one all M positions
             are valid) and of the reference rows [N, M, D] with ``..._row_count`` [N] and ``..._rows_mask`` [N, M].
     Returns: a new batch in which each of them is a nested tensor [N, *, D]. Masks are dropped, as the lengths say the
-        same; a prompt mask with holes stays, as a nested bool tensor [N, *], and the holes stay in the embedding. Counts
-        and all other columns are kept as they are.
+        same; a prompt mask with holes stays, as a nested bool tensor [N, *], and the holes stay in the embedding.
+        Counts and all other columns are kept as they are.
     Raises:
         ContractError: a mask of another shape; reference rows whose mask is no prefix, or differs from the count.
     """
@@ -104,7 +108,9 @@ def embeds_padding_2_no_padding(batch: TensorDict) -> TensorDict:
     return TensorDict(columns, batch_size=batch.batch_size)
 
 
-def pad_to_longest(rows: Sequence[Tensor] | Tensor, *, multiple_of: int = 1, width: int | None = None) -> tuple[Tensor, Tensor]:
+def pad_to_longest(
+    rows: Sequence[Tensor] | Tensor, *, multiple_of: int = 1, width: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Pad jagged rows to the longest of them, as model inputs of one micro-batch.
 
     Args:
@@ -118,9 +124,10 @@ def pad_to_longest(rows: Sequence[Tensor] | Tensor, *, multiple_of: int = 1, wid
     parts = list(rows.unbind()) if isinstance(rows, Tensor) else list(rows)
     forms = {(part.dtype, tuple(part.shape[1:])) for part in parts}
     if len(forms) != 1:
-        raise ContractError(f"rows have {len(forms)} different forms {sorted(map(str, forms))}; expected one dtype and "
-                            "width in a batch")  # fmt: skip
-    longest = max(max(len(part) for part in parts), width or 0)
+        raise ContractError(
+            f"rows have {len(forms)} different forms {sorted(map(str, forms))}; expected one dtype and width in a batch"
+        )
+    longest = max(width or 0, *(len(part) for part in parts))
     longest = -(-longest // multiple_of) * multiple_of
     padded = parts[0].new_zeros(len(parts), longest, *parts[0].shape[1:])
     mask = torch.zeros(len(parts), longest, dtype=torch.bool, device=padded.device)

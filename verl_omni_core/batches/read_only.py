@@ -38,8 +38,9 @@ class ReadOnlyTensor(Tensor):
             written = argument.alias_info is not None and argument.alias_info.is_write
             parts = value if isinstance(value, list | tuple) else [value]
             if written and any(isinstance(part, cls) for part in parts):
-                raise ContractError(f"{func} writes to a read-only view of stored data; clone it first, or read with "
-                                    "copy=True")  # fmt: skip
+                raise ContractError(
+                    f"{func} writes to a read-only view of stored data; clone it first, or read with copy=True"
+                )
         memories: set[int] = set()
 
         def unwrap(value: Any) -> Any:

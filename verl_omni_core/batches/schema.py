@@ -131,12 +131,16 @@ def check_schema(table: pa.Table | pa.Schema, schema_id: str) -> None:
     label = schema_label(schema)
     found_id, _, found_version = label.partition("/")
     if found_id != schema_id:
-        raise ContractError(f"expected a table of schema {expected.label}, got {label or 'one without a schema id'}; "
-                            "read it under the name it was written with")  # fmt: skip
+        raise ContractError(
+            f"expected a table of schema {expected.label}, got {label or 'one without a schema id'}; "
+            "read it under the name it was written with"
+        )
     major = found_version.partition(".")[0]
     if major != str(expected.major):
-        raise ContractError(f"table {schema_id!r} has schema version {found_version}, this package reads "
-                            f"{expected.major}.x; read it with the version that wrote it")  # fmt: skip
+        raise ContractError(
+            f"table {schema_id!r} has schema version {found_version}, this package reads "
+            f"{expected.major}.x; read it with the version that wrote it"
+        )
     missing = [c.name for c in expected.columns if c.required and c.name not in schema.names]
     if missing:
         raise ContractError(f"table {schema_id!r} lacks the columns {missing}; it has {schema.names}")

@@ -79,8 +79,10 @@ def _tensors(name: str, values: Values, kind: Tensors) -> tuple[pa.Field, pa.Arr
     if not isinstance(values, Tensor):
         raise ContractError(f"column {name!r}: got {type(values).__name__}, expected a tensor [N, ...]")
     if kind.dtype is not None and dtype_name(values.dtype) != kind.dtype:
-        raise ContractError(f"column {name!r}: got {dtype_name(values.dtype)}, expected {kind.dtype}; a narrower copy "
-                            "would bias what is computed from it")  # fmt: skip
+        raise ContractError(
+            f"column {name!r}: got {dtype_name(values.dtype)}, expected {kind.dtype}; a narrower copy "
+            "would bias what is computed from it"
+        )
     dims = next((dims for dims in kind.dims if len(dims) == values.ndim - 1), None)
     return tensor_column(name, values, dims)
 
@@ -96,7 +98,9 @@ def _jagged(name: str, values: Values, spec: Column) -> tuple[pa.Field, pa.Array
             raise ContractError(f"column {name!r}, row {index}: got {row.dtype}, expected {wanted}")
     if rows and all(row is None for row in rows):
         raise ContractError(f"column {name!r} has no value in any row; leave the column out of the table")
-    field, array = jagged_column(name, rows, rest=None if rows else (), dtype=wanted or (None if rows else torch.float32))
+    field, array = jagged_column(
+        name, rows, rest=None if rows else (), dtype=wanted or (None if rows else torch.float32)
+    )
     # shards of one table must agree, whether or not this one happens to miss a row
     return field.with_nullable(spec.nullable), array
 

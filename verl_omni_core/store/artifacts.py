@@ -5,7 +5,6 @@ first use in this one.
 """
 
 import json
-import os
 import re
 import shutil
 import uuid
@@ -82,10 +81,17 @@ class RunStore:
     def steps(self) -> list[int]:
         """Return the steps that have a folder, in order; not all of them need a committed stage."""
         folder = Path(self.root) / "steps"
-        return sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if folder.is_dir() else []
+        return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
 
-    def attempt(self, step: int, stage: str, key: str, *, parents: Sequence[ArtifactRef] = (),
-                weights_version: int | None = None) -> Attempt:  # fmt: skip
+    def attempt(
+        self,
+        step: int,
+        stage: str,
+        key: str,
+        *,
+        parents: Sequence[ArtifactRef] = (),
+        weights_version: int | None = None,
+    ) -> Attempt:
         """Start a new try at a stage.
 
         Args:
@@ -105,11 +111,20 @@ class RunStore:
         config_digest, code_version = _origin(self.root)
         return start_attempt(
             Attempt(
-                self.root, step, stage, key, f"{self.epoch:06d}-{uuid.uuid4().hex[:8]}", self.epoch, self.min_free_bytes,
-                config_digest, code_version, weights_version, tuple(parent.manifest_sha256 for parent in parents),
+                self.root,
+                step,
+                stage,
+                key,
+                f"{self.epoch:06d}-{uuid.uuid4().hex[:8]}",
+                self.epoch,
+                self.min_free_bytes,
+                config_digest,
+                code_version,
+                weights_version,
+                tuple(parent.manifest_sha256 for parent in parents),
                 datetime.now(UTC).isoformat(timespec="milliseconds"),
             )
-        )  # fmt: skip
+        )
 
     def manifest(self, ref: ArtifactRef) -> Manifest:
         """Return the manifest behind a reference.
@@ -157,8 +172,10 @@ class RunStore:
         try:
             whole = pa.concat_tables([part.replace_schema_metadata(picked[0].schema.metadata) for part in picked])
         except pa.ArrowInvalid as error:
-            raise ContractError(f"shards of table {name!r} do not fit together: {error}; they were written with different "
-                                "shapes or columns") from error  # fmt: skip
+            raise ContractError(
+                f"shards of table {name!r} do not fit together: {error}; they were written with different "
+                "shapes or columns"
+            ) from error
         if index is None or _is_sorted(index):
             return whole
         return whole.unify_dictionaries().take(pc.sort_indices(index))
@@ -226,7 +243,9 @@ class RunStore:
 
     def _stage_folder(self, step: int, stage: str) -> Path:
         if not _STAGE.fullmatch(stage) or step < 0:
-            raise StoreError(f"stage {stage!r} of step {step} is no legal name; expected a lower-case word and a step >= 0")
+            raise StoreError(
+                f"stage {stage!r} of step {step} is no legal name; expected a lower-case word and a step >= 0"
+            )
         return stage_folder(Path(self.root), step, stage)
 
     def _attempt_folder(self, ref: ArtifactRef) -> Path:
@@ -238,12 +257,16 @@ def _manifest(path: Path, digest: str) -> Manifest:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise StoreError(f"{path} is missing, though its stage is committed; restore the run's folder from a copy, or fork "
-                         "the run from a step before it") from None  # fmt: skip
+        raise StoreError(
+            f"{path} is missing, though its stage is committed; restore the run's folder from a copy, or fork "
+            "the run from a step before it"
+        ) from None
     seen = sha256(data)
     if seen != digest:
-        raise StoreError(f"{path} has sha256 {seen[:12]}, its COMMIT says {digest[:12]}; the manifest is torn or was changed: "
-                         "restore it from a copy, or fork the run from a step before it")  # fmt: skip
+        raise StoreError(
+            f"{path} has sha256 {seen[:12]}, its COMMIT says {digest[:12]}; the manifest is torn or was changed: "
+            "restore it from a copy, or fork the run from a step before it"
+        )
     return Manifest.from_bytes(data)
 
 
@@ -274,8 +297,10 @@ def _verify(path: Path, file: FileRecord, *, again: bool = False) -> None:
 def _map(path: Path, file: FileRecord) -> pa.MemoryMappedFile:
     size = path.stat().st_size if path.is_file() else None
     if size != file.size_bytes:
-        raise StoreError(f"{path} has {'no file' if size is None else f'{size} bytes'}, its manifest says {file.size_bytes} "
-                         "bytes; delete the stage's folder to produce it again, or restore it from a copy")  # fmt: skip
+        raise StoreError(
+            f"{path} has {'no file' if size is None else f'{size} bytes'}, its manifest says {file.size_bytes} "
+            "bytes; delete the stage's folder to produce it again, or restore it from a copy"
+        )
     return pa.memory_map(str(path))
 
 
@@ -284,8 +309,10 @@ def _check_digest(path: Path, file: FileRecord, source: pa.MemoryMappedFile) -> 
     seen = sha256(memoryview(source.read_buffer()))
     source.seek(0)
     if seen != file.sha256:
-        raise StoreError(f"{path} has sha256 {seen[:12]}, its manifest says {file.sha256[:12]}; the file was changed or the "
-                         "disk damaged it: delete the stage's folder to produce it again, or restore it from a copy")  # fmt: skip
+        raise StoreError(
+            f"{path} has sha256 {seen[:12]}, its manifest says {file.sha256[:12]}; the file was changed or the "
+            "disk damaged it: delete the stage's folder to produce it again, or restore it from a copy"
+        )
     trust(path, file.sha256)
 
 

@@ -1,7 +1,7 @@
 """One try at a stage: a folder of its own, files in it, and the commit that makes it the stage's result.
 
-Until the commit nobody reads the folder. The commit creates one file, ``COMMIT``, exclusively and whole: of several tries
-the first one wins, and a crash at any point leaves either a finished stage or none.
+Until the commit nobody reads the folder. The commit creates one file, ``COMMIT``, exclusively and whole: of several
+tries the first one wins, and a crash at any point leaves either a finished stage or none.
 """
 
 import hashlib
@@ -82,11 +82,18 @@ class Attempt:
         folder = self.folder
         check_free(folder, self.min_free_bytes + table.nbytes)
         origin = FileMetadata(
-            run_id=Path(self.root).name, step=self.step, stage=self.stage, shard=shard, attempt_id=self.name,
-            fence_epoch=self.epoch, config_digest=self.config_digest, code_version=self.code_version,
-            weights_version=self.weights_version, parents=self.parents,
+            run_id=Path(self.root).name,
+            step=self.step,
+            stage=self.stage,
+            shard=shard,
+            attempt_id=self.name,
+            fence_epoch=self.epoch,
+            config_digest=self.config_digest,
+            code_version=self.code_version,
+            weights_version=self.weights_version,
+            parents=self.parents,
             row_order="sample_index" if "sample_index" in table.column_names else "",
-        )  # fmt: skip
+        )
         table = with_metadata(table, _schema_id(table, name), origin).unify_dictionaries()
         file_name, path = _claim(folder, f"{name}-{shard:05d}", ".arrow")
         with storage_errors(path):
@@ -138,7 +145,9 @@ class Attempt:
         trust(path, digest)
         return FileRecord(name, "", 0, 0, path.stat().st_size, digest, "")
 
-    def finish_shard(self, shard: int, files: Sequence[FileRecord], payload: Mapping[str, Any] | None = None) -> ShardRecord:
+    def finish_shard(
+        self, shard: int, files: Sequence[FileRecord], payload: Mapping[str, Any] | None = None
+    ) -> ShardRecord:
         """Declare all files of a shard complete, so that a later attempt of the same key can take them over.
 
         Of several calls for one shard the first one wins; every caller gets the winner's record. It survives the death
@@ -165,12 +174,21 @@ class Attempt:
             try:
                 os.link(source / safe_name(file.name), self.folder / file.name)
             except FileNotFoundError:
-                raise StoreError(f"shard {record.shard} of attempt {record.attempt} lost its file {file.name!r}; produce "
-                                 "the shard again") from None  # fmt: skip
+                raise StoreError(
+                    f"shard {record.shard} of attempt {record.attempt} lost its file {file.name!r}; produce "
+                    "the shard again"
+                ) from None
         return self.finish_shard(record.shard, record.files, record.payload)
 
-    def commit(self, files: Sequence[FileRecord], *, rows: int, parents: Sequence[ArtifactRef], producer: Mapping[str, Any],
-               failed: int = 0) -> ArtifactRef:  # fmt: skip
+    def commit(
+        self,
+        files: Sequence[FileRecord],
+        *,
+        rows: int,
+        parents: Sequence[ArtifactRef],
+        producer: Mapping[str, Any],
+        failed: int = 0,
+    ) -> ArtifactRef:
         """Make this attempt the stage's result, or return the result that was there first.
 
         Args:
@@ -189,14 +207,26 @@ class Attempt:
         check_epoch(Path(self.root), self.epoch)
         self._check_files(files)
         manifest = Manifest(
-            run_id=Path(self.root).name, step=self.step, stage=self.stage, stage_key=self.key, attempt_id=self.name,
-            fence_epoch=self.epoch, files=tuple(files), parents=tuple(parents), row_count=rows, failed_count=failed,
+            run_id=Path(self.root).name,
+            step=self.step,
+            stage=self.stage,
+            stage_key=self.key,
+            attempt_id=self.name,
+            fence_epoch=self.epoch,
+            files=tuple(files),
+            parents=tuple(parents),
+            row_count=rows,
+            failed_count=failed,
             producer={
-                "code_version": self.code_version, "config_digest": self.config_digest,
-                "weights_version": self.weights_version, "host": socket.gethostname(), "started": self.started,
-                "finished": datetime.now(UTC).isoformat(timespec="milliseconds"), **producer,
+                "code_version": self.code_version,
+                "config_digest": self.config_digest,
+                "weights_version": self.weights_version,
+                "host": socket.gethostname(),
+                "started": self.started,
+                "finished": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                **producer,
             },
-        )  # fmt: skip
+        )
         data = self._write_manifest(manifest)
         ref = ArtifactRef(self.stage, self.step, self.key, sha256(data), self.name, Manifest.from_bytes(data).row_count)
         marker = json.dumps({**ref.to_json(), "fence_epoch": self.epoch}).encode()
@@ -232,8 +262,10 @@ class Attempt:
             path = self.folder / safe_name(file.name)
             size = path.stat().st_size if path.is_file() else None
             if size != file.size_bytes:
-                raise StoreError(f"{path} has {'no file' if size is None else f'{size} bytes'}, its record says "
-                                 f"{file.size_bytes} bytes; write the shard again")  # fmt: skip
+                raise StoreError(
+                    f"{path} has {'no file' if size is None else f'{size} bytes'}, its record says "
+                    f"{file.size_bytes} bytes; write the shard again"
+                )
             if file.table and (file.table, file.shard) in seen:
                 raise ContractError(f"two files are shard {file.shard} of table {file.table!r}; commit one of them")
             seen.add((file.table, file.shard))
@@ -243,7 +275,9 @@ class Attempt:
         if winner is None or winner.attempt != self.name:
             self.discard()
         if winner is None:
-            raise StoreError(f"{self.stage_folder / COMMIT} vanished while it was read; the run's folder is being deleted")
+            raise StoreError(
+                f"{self.stage_folder / COMMIT} vanished while it was read; the run's folder is being deleted"
+            )
         check_epoch(Path(self.root), self.epoch)
         if winner.key != self.key:
             raise other_key(winner, self.key)
@@ -277,14 +311,18 @@ def read_commit(folder: Path) -> ArtifactRef | None:
     try:
         value = json.loads(data)
     except ValueError as error:
-        raise StoreError(f"{folder / COMMIT} is damaged ({error}); delete the stage's folder to produce it again") from error
+        raise StoreError(
+            f"{folder / COMMIT} is damaged ({error}); delete the stage's folder to produce it again"
+        ) from error
     return ArtifactRef.from_json(value)
 
 
 def other_key(committed: ArtifactRef, key: str) -> StoreError:
     """Return the error for a stage that is committed under other settings."""
-    return StoreError(f"stage {committed.stage!r} of step {committed.step} is committed under key {committed.key[:12]}, these "
-                      f"settings give key {key[:12]}; use the settings it was made with, or start a new run")  # fmt: skip
+    return StoreError(
+        f"stage {committed.stage!r} of step {committed.step} is committed under key {committed.key[:12]}, these "
+        f"settings give key {key[:12]}; use the settings it was made with, or start a new run"
+    )
 
 
 _TRUSTED_FILES = 4096
@@ -322,8 +360,10 @@ def _claim(folder: Path, stem: str, suffix: str) -> tuple[str, Path]:
         except FileExistsError:
             continue
         except FileNotFoundError:
-            raise FencedError(f"{folder} is gone: the attempt was swept because another one was committed or a newer owner "
-                              "took the run; this process must stop") from None  # fmt: skip
+            raise FencedError(
+                f"{folder} is gone: the attempt was swept because another one was committed or a newer owner "
+                "took the run; this process must stop"
+            ) from None
         return path.name, path
     raise StoreError(f"cannot find a free name for {stem}{suffix} in {folder}")
 

@@ -18,7 +18,7 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 def create_whole(path: Path, data: bytes) -> None:
     """Create ``path`` with ``data``, durably, only if it does not exist.
 
-    A reader sees either no file or all of it, also after a crash at any point; of several creators exactly one succeeds.
+    A reader sees either no file or all of it, also after a crash; of several creators exactly one succeeds.
 
     Raises:
         FileExistsError: the path exists; nothing was changed.
@@ -64,7 +64,7 @@ def sync_all(paths: Sequence[Path]) -> None:
 def replace_whole(path: Path, data: bytes) -> None:
     """Create or replace ``path``; a reader sees the old content or the new, never a mixture. Not synced."""
     with staged(path, data) as temporary:
-        os.replace(temporary, path)
+        temporary.replace(path)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -90,8 +90,10 @@ def check_free(path: Path, needed_bytes: int) -> None:
     """
     free = free_bytes(path)
     if free < needed_bytes:
-        raise StoreError(f"{path}: {free / 1e9:.2f} GB are free, {needed_bytes / 1e9:.2f} GB are needed; free some space, "
-                         "shorten the retention, or lower durability.min_free_gb")  # fmt: skip
+        raise StoreError(
+            f"{path}: {free / 1e9:.2f} GB are free, {needed_bytes / 1e9:.2f} GB are needed; free some space, "
+            "shorten the retention, or lower durability.min_free_gb"
+        )
 
 
 def safe_name(name: str) -> str:
@@ -113,10 +115,14 @@ def storage_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise StoreError(f"cannot write {path}: the disk is full ({free_bytes(path) / 1e9:.2f} GB free); free some "
-                             "space and start again, finished stages are kept") from error  # fmt: skip
+            raise StoreError(
+                f"cannot write {path}: the disk is full ({free_bytes(path) / 1e9:.2f} GB free); free some "
+                "space and start again, finished stages are kept"
+            ) from error
         if error.errno in _REFUSED:
-            raise StoreError(f"cannot write {path}: {error.strerror}; choose a run.store that this user may write") from error
+            raise StoreError(
+                f"cannot write {path}: {error.strerror}; choose a run.store that this user may write"
+            ) from error
         raise
 
 

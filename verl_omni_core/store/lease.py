@@ -45,7 +45,9 @@ class Ownership:
     def __enter__(self) -> "Ownership":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
 
@@ -67,16 +69,25 @@ def take_ownership(root: str | Path, owner: str) -> Ownership:
         descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if not _lock(descriptor):
-            raise FencedError(f"run {root.name} is owned by {describe_holder(root)}; wait for it, stop it, or start a run "
-                              "under another id")  # fmt: skip
+            raise FencedError(
+                f"run {root.name} is owned by {describe_holder(root)}; wait for it, stop it, or start a run "
+                "under another id"
+            )
         epoch = newest_epoch(root) + 1
-        entry = {"epoch": epoch, "owner": owner, "pid": os.getpid(), "host": socket.gethostname(),
-                 "since": datetime.now(UTC).isoformat(timespec="seconds")}  # fmt: skip
+        entry = {
+            "epoch": epoch,
+            "owner": owner,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         try:
             create_whole(root / "epoch" / f"{epoch}.json", json.dumps(entry).encode())
         except FileExistsError:
-            raise FencedError(f"run {root.name} was taken by {describe_holder(root)} at this moment, on a file system "
-                              "whose locks do not reach here; stop one of the two") from None  # fmt: skip
+            raise FencedError(
+                f"run {root.name} was taken by {describe_holder(root)} at this moment, on a file system "
+                "whose locks do not reach here; stop one of the two"
+            ) from None
         sync_all([root])
     except BaseException:
         os.close(descriptor)
@@ -91,7 +102,7 @@ def newest_epoch(root: Path) -> int:
     folder = root / "epoch"
     if not folder.is_dir():
         return 0
-    names = [name.removesuffix(".json") for name in os.listdir(folder) if name.endswith(".json")]
+    names = [path.stem for path in folder.iterdir() if path.suffix == ".json"]
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
@@ -103,12 +114,14 @@ def check_epoch(root: Path, epoch: int) -> None:
     """
     newest = newest_epoch(root)
     if epoch < newest:
-        raise FencedError(f"epoch {epoch} of run {root.name} has ended: epoch {newest} belongs to {describe_holder(root)}; "
-                          "this process must stop")  # fmt: skip
+        raise FencedError(
+            f"epoch {epoch} of run {root.name} has ended: epoch {newest} belongs to {describe_holder(root)}; "
+            "this process must stop"
+        )
 
 
 def holder(root: Path) -> dict[str, Any] | None:
-    """Return the newest owner's entry: ``epoch``, ``owner``, ``pid``, ``host``, ``since``; none if there never was one."""
+    """Return the newest owner's ``epoch``, ``owner``, ``pid``, ``host`` and ``since``; none if there never was one."""
     newest = newest_epoch(root)
     return json.loads((root / "epoch" / f"{newest}.json").read_bytes()) if newest else None
 

@@ -1,7 +1,7 @@
 """The run's ledger: what was done to the weights, in order, never changed.
 
-One small file a record, created exclusively under the next number: the creation is the order and the fence at once, as a
-second writer finds the number taken. Each record names the digest of the one before it.
+One small file a record, created exclusively under the next number: the creation is the order and the fence at once, as
+a second writer finds the number taken. Each record names the digest of the one before it.
 """
 
 import json
@@ -58,8 +58,13 @@ class Ledger:
             self._refresh(only_once=True)
             check_epoch(self.root, self.epoch)
             sequence = len(self._records) + 1
-            entry = {**record, "sequence": sequence, "fence_epoch": self.epoch, "previous_sha256": self._last_sha256,
-                     "wall_time": datetime.now(UTC).isoformat(timespec="microseconds")}  # fmt: skip
+            entry = {
+                **record,
+                "sequence": sequence,
+                "fence_epoch": self.epoch,
+                "previous_sha256": self._last_sha256,
+                "wall_time": datetime.now(UTC).isoformat(timespec="microseconds"),
+            }
             try:
                 entry["sha256"] = _digest(entry)
             except (TypeError, ValueError) as error:
@@ -71,8 +76,10 @@ class Ledger:
             except FileExistsError:
                 self._overtaken = True
             if self._overtaken:
-                raise FencedError(f"somebody else wrote to the ledger of run {self.root.name} since this process opened it; "
-                                  f"the run belongs to {describe_holder(self.root)} and this process must stop")  # fmt: skip
+                raise FencedError(
+                    f"somebody else wrote to the ledger of run {self.root.name} since this process opened it; "
+                    f"the run belongs to {describe_holder(self.root)} and this process must stop"
+                )
             self._records.append(entry)
             self._last_sha256 = entry["sha256"]
             return sequence
@@ -115,8 +122,10 @@ class Ledger:
         self._overtaken |= self._loaded and len(numbers) > len(self._records)
         for sequence in range(len(self._records) + 1, max(numbers, default=0) + 1):
             if sequence not in numbers:
-                raise StoreError(f"ledger of run {self.root.name} lacks record {sequence} of {max(numbers)}; restore "
-                                 f"{self._path(sequence).name} from a copy, or fork the run from a step before it")  # fmt: skip
+                raise StoreError(
+                    f"ledger of run {self.root.name} lacks record {sequence} of {max(numbers)}; restore "
+                    f"{self._path(sequence).name} from a copy, or fork the run from a step before it"
+                )
             entry = self._parse(sequence, self._path(sequence).read_bytes())
             self._records.append(entry)
             self._last_sha256 = entry["sha256"]
@@ -131,8 +140,10 @@ class Ledger:
         except (ValueError, KeyError, TypeError):
             intact = False
         if not intact:
-            raise StoreError(f"ledger record {sequence} of run {self.root.name} is damaged, or the one before it was "
-                             "changed; restore both from a copy, or fork the run from a step before them")  # fmt: skip
+            raise StoreError(
+                f"ledger record {sequence} of run {self.root.name} is damaged, or the one before it was "
+                "changed; restore both from a copy, or fork the run from a step before them"
+            )
         return entry
 
     def _numbers(self) -> set[int]:

@@ -125,8 +125,10 @@ class Manifest:
         if not isinstance(value, dict) or value.get("schema_id") != SCHEMA_ID:
             raise StoreError("manifest has no schema_id 'manifest'; the file is torn or not a manifest")
         if str(value.get("schema_version")).partition(".")[0] != SCHEMA_VERSION.partition(".")[0]:
-            raise StoreError(f"manifest has schema version {value.get('schema_version')}, this package reads "
-                             f"{SCHEMA_VERSION}; read the run with the version that wrote it")  # fmt: skip
+            raise StoreError(
+                f"manifest has schema version {value.get('schema_version')}, this package reads "
+                f"{SCHEMA_VERSION}; read the run with the version that wrote it"
+            )
         manifest = _from_json(cls, value)
         return dataclasses.replace(
             manifest,

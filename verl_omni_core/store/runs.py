@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,8 +75,14 @@ class RunSummary:
     updated: str
 
 
-def create_run(store: str | Path, config: Mapping[str, Any], *, code_version: str, run_id: str | None = None,
-               profile: str | None = None) -> RunFolder:  # fmt: skip
+def create_run(
+    store: str | Path,
+    config: Mapping[str, Any],
+    *,
+    code_version: str,
+    run_id: str | None = None,
+    profile: str | None = None,
+) -> RunFolder:
     """Make a run's folder with its resolved settings.
 
     Args:
@@ -91,8 +96,10 @@ def create_run(store: str | Path, config: Mapping[str, Any], *, code_version: st
         StoreError: such a run exists, or the store cannot be written.
     """
     if run_id is not None and not _ID.fullmatch(run_id):
-        raise ConfigError(f"run.id is {run_id!r}, expected letters, digits, '.', '_' or '-', at most 100, starting with a "
-                          "letter or digit")  # fmt: skip
+        raise ConfigError(
+            f"run.id is {run_id!r}, expected letters, digits, '.', '_' or '-', at most 100, starting with a "
+            "letter or digit"
+        )
     store = Path(store)
     content = {"config": dict(config), "config_digest": digest(config), "code_version": code_version, "created": _now()}
     with storage_errors(store):
@@ -115,7 +122,9 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
         raise StoreError(f"store {store} has no run {run_id!r}; it has {', '.join(known[-5:]) or 'none'}")
     value = _read_json(root / RUN)
     if value is None:
-        raise StoreError(f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id")
+        raise StoreError(
+            f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id"
+        )
     names = [field.name for field in dataclasses.fields(RunFolder) if field.name != "root"]
     missing = [name for name in names if name not in value]
     if missing or value["config_digest"] != digest(value["config"]):
@@ -144,7 +153,7 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: s
 def steps_done(root: Path) -> int:
     """Return the newest step whose update is committed; 0 if none is."""
     folder = root / "steps"
-    names = sorted((name for name in os.listdir(folder) if name.isdigit()), reverse=True) if folder.is_dir() else []
+    names = sorted((p.name for p in folder.iterdir() if p.name.isdigit()), reverse=True) if folder.is_dir() else []
     return next((int(name) for name in names if read_commit(folder / name / _LAST_STAGE) is not None), 0)
 
 

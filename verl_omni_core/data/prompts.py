@@ -1,0 +1,323 @@
+"""Prompt tables: parquet, JSON or JSON lines in, one checked Arrow table out.
+
+Rows are numbered from 0, as ``dataset_row``, in every message.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl_omni_core.batches.columns import (
+    AGENT_NAME,
+    DATA_SOURCE,
+    DATASET_ROW,
+    EXTRA_INFO_JSON,
+    GROUND_TRUTH,
+    MESSAGES_JSON,
+    NEGATIVE_MESSAGES_JSON,
+    NEGATIVE_PROMPT,
+    PROMPT,
+    REWARD_MODEL_JSON,
+)
+from verl_omni_core.errors import DataError
+from verl_omni_core.registry import nearest
+
+TokenCounts = Callable[[str], Mapping[str, tuple[int, int]]]
+"""A prompt to, for each tokenizer by name, the tokens it needs and the tokens the encoder takes."""
+
+_SUFFIXES = (".parquet", ".json", ".jsonl")
+
+
+def read_prompts(
+    path: str | Path,
+    *,
+    prompt_column: str = "prompt",
+    negative_prompt_column: str | None = None,
+    ground_truth_column: str | None = "ground_truth",
+    max_rows: int | None = None,
+) -> pa.Table:
+    """Read a prompt table.
+
+    Args:
+        path: a ``.parquet``, ``.json`` (a list of objects) or ``.jsonl`` file.
+        prompt_column: a text, or a list of ``{role, content}`` messages, in each row.
+        negative_prompt_column: the same for a negative prompt; may be missing in a row.
+        ground_truth_column: what scorers compare with. Where a row or the file has none, ``reward_model.ground_truth``
+            of the row is used, if it has that.
+        max_rows: read only the first of them.
+    Returns: ``dataset_row`` int64, ``prompt`` string (the text of all user messages), ``messages_json``,
+        ``negative_prompt?``, ``negative_messages_json?``, ``ground_truth?``, ``data_source``, ``reward_model_json?``,
+        ``extra_info_json?``, then all other columns of the file, media included, untouched.
+    Raises:
+        DataError: no such file, another format, no such column (with the nearest that exists), no rows, a row that
+            cannot be read or has an empty prompt (with its number).
+    """
+    path = Path(path)
+    source = _read(path, max_rows)
+    _check_columns(path, source, prompt_column, negative_prompt_column)
+    if not source.num_rows:
+        raise DataError(f"{path} has no rows; give a file with at least one prompt")
+    prompts = [_messages(path, row, prompt_column, v) for row, v in enumerate(source[prompt_column].to_pylist())]
+    for row, messages in enumerate(prompts):
+        if messages is None or not _text(messages).strip():
+            raise DataError(
+                f"{path}, row {row}: the prompt in column {prompt_column!r} is empty; fill it or remove the row"
+            )
+    columns: dict[str, Any] = {
+        DATASET_ROW: pa.array(range(source.num_rows), pa.int64()),
+        PROMPT: _strings([_text(messages) for messages in prompts if messages is not None]),
+        MESSAGES_JSON: _strings([_canonical(messages) for messages in prompts]),
+    }
+    used = {prompt_column, negative_prompt_column, ground_truth_column, "reward_model", "extra_info"}
+    if negative_prompt_column is not None:
+        values = source[negative_prompt_column].to_pylist()
+        negatives = [_messages(path, row, negative_prompt_column, value) for row, value in enumerate(values)]
+        columns[NEGATIVE_PROMPT] = _strings([None if m is None else _text(m) for m in negatives])
+        columns[NEGATIVE_MESSAGES_JSON] = _strings([None if m is None else _canonical(m) for m in negatives])
+    columns |= _scoring_columns(path, source, ground_truth_column)
+    for name in (DATA_SOURCE, AGENT_NAME):
+        if name in source.column_names:
+            columns[name] = _strings(["" if v is None else str(v) for v in source[name].to_pylist()])
+            used.add(name)
+    columns.setdefault(DATA_SOURCE, _strings([""] * source.num_rows))
+    for name in source.column_names:
+        if name not in used and name not in columns:
+            columns[name] = source[name]
+    return pa.table(columns)
+
+
+def check_lengths(rows: pa.Table, token_counts: TokenCounts, policy: Literal["error", "truncate"]) -> int:
+    """Check that every text encoder takes every prompt, negative ones included.
+
+    Args:
+        rows: from :func:`read_prompts`.
+        token_counts: counts a prompt's tokens; see :data:`TokenCounts`.
+        policy: refuse the first prompt that is too long, or count them.
+    Returns: the rows that will be cut; 0 under ``error``.
+    Raises:
+        DataError: a prompt is too long under ``error``; names row, tokenizer, what was seen and what is allowed.
+    """
+    names = [name for name in (PROMPT, NEGATIVE_PROMPT) if name in rows.column_names]
+    known: dict[str, Mapping[str, tuple[int, int]]] = {}
+    cut = 0
+    for row in range(rows.num_rows):
+        over = False
+        for name in names:
+            text = rows[name][row].as_py()
+            if text is None:
+                continue
+            if text not in known:
+                known[text] = token_counts(text)
+            for tokenizer, (seen, allowed) in known[text].items():
+                if seen > allowed and policy == "error":
+                    number = rows[DATASET_ROW][row].as_py()
+                    raise DataError(
+                        f"row {number}: the {name.replace('_', ' ')} has {seen} tokens for {tokenizer!r}, which "
+                        f"takes {allowed}; shorten it, or set data.overlong to 'truncate'"
+                    )
+                over |= seen > allowed
+        cut += over
+    return cut
+
+
+def _read(path: Path, max_rows: int | None) -> pa.Table:
+    if path.suffix.lower() not in _SUFFIXES:
+        raise DataError(f"{path} is no prompt file by its name; expected {', '.join(_SUFFIXES)}")
+    if not path.is_file():
+        there = sorted(p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES) if path.parent.is_dir() else []
+        hint = nearest(path.name, there) if there else f"its folder {path.parent} has no prompt file"
+        raise DataError(f"prompt file {path} does not exist; {hint}")
+    if path.suffix.lower() == ".parquet":
+        return _read_parquet(path, max_rows)
+    records = _jsonl_records(path) if path.suffix.lower() == ".jsonl" else _json_records(path)
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        if max_rows is not None and len(kept) == max_rows:
+            break
+        kept.append(record)
+    names = list(dict.fromkeys(name for record in kept for name in record))
+    return pa.table({name: _json_column([record.get(name) for record in kept]) for name in names})
+
+
+def _read_parquet(path: Path, max_rows: int | None) -> pa.Table:
+    row = 0
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} is not a readable parquet file ({error}); make it again") from error
+    groups = []
+    for group in range(file.num_row_groups):
+        if max_rows is not None and row >= max_rows:
+            break
+        size = file.metadata.row_group(group).num_rows
+        try:
+            groups.append(file.read_row_group(group))
+        except (pa.ArrowException, OSError) as error:
+            first = _first_unreadable(file, group, size)
+            raise DataError(
+                f"{path}, row {row + first}: cannot be read ({error}); the file is damaged there, make it again "
+                "or remove the rows from there on"
+            ) from error
+        row += size
+    table = pa.concat_tables(groups) if groups else file.schema_arrow.empty_table()
+    return table.slice(0, max_rows)
+
+
+def _first_unreadable(file: pq.ParquetFile, group: int, size: int) -> int:
+    """Return the first row of a row group that cannot be read: pages before it can."""
+    readable = 0
+    try:
+        for batch in file.iter_batches(batch_size=1, row_groups=[group]):
+            readable += batch.num_rows
+    except (pa.ArrowException, OSError):
+        pass  # its place is what was looked for
+    return min(readable, size - 1)
+
+
+def _jsonl_records(path: Path) -> Iterator[dict[str, Any]]:
+    row = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _record(path, row, line, f" (line {number})")
+                row += 1
+
+
+def _json_records(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(
+            f"{path} is not JSON ({error}); expected a list of objects, or name the file .jsonl if it has one "
+            "object a line"
+        ) from error
+    if not isinstance(value, list):
+        raise DataError(f"{path} holds a JSON {type(value).__name__}; expected a list of objects")
+    for row, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise DataError(
+                f"{path}, row {row}: got a JSON {type(item).__name__}, expected an object with columns as keys"
+            )
+        yield item
+
+
+def _record(path: Path, row: int, line: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path}, row {row}{where}: cannot be read as JSON ({error}); correct or remove it") from error
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{path}, row {row}{where}: got a JSON {type(value).__name__}, expected an object with columns as keys"
+        )
+    return value
+
+
+def _json_column(values: list[Any]) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        # rows of different types, such as a text here and messages there: checked where the column is used
+        return _strings([None if v is None else v if isinstance(v, str) else json.dumps(v) for v in values])
+
+
+def _check_columns(path: Path, source: pa.Table, prompt: str, negative: str | None) -> None:
+    for setting, name in (("data.prompt_column", prompt), ("data.negative_prompt_column", negative)):
+        if name is not None and name not in source.column_names:
+            if not source.column_names:
+                raise DataError(f"{path} has no rows; give a file with at least one prompt")
+            raise DataError(f"{path} has no column {name!r}; {nearest(name, source.column_names)} Set {setting}")
+
+
+def _messages(path: Path, row: int, column: str, value: Any) -> list[dict[str, Any]] | None:
+    """Return a cell as chat messages; a text is one user message."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _listed(value) or [{"role": "user", "content": value}]
+    good = isinstance(value, list) and all(
+        isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str | list)
+        for item in value
+    )
+    if not good:
+        raise DataError(
+            f"{path}, row {row}: column {column!r} holds {str(value)[:80]!r} ({type(value).__name__}); expected a "
+            "text or a list of {role, content} messages"
+        )
+    # Arrow gives each message the keys of all others, without a value
+    return [{key: part for key, part in item.items() if part is not None} for item in value]
+
+
+def _listed(text: str) -> list[dict[str, Any]] | None:
+    """Return the messages that a mixed JSON column had to be encoded as, or none for an ordinary text."""
+    if not text.startswith('[{"'):
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    is_chat = all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
+    return value if is_chat else None
+
+
+def _text(messages: list[dict[str, Any]]) -> str:
+    """Return what the user says; template text of other roles is the model adapter's business."""
+    parts = []
+    for message in messages:
+        if message["role"] != "user":
+            continue
+        content = message["content"]
+        pieces = [content] if isinstance(content, str) else [p.get("text") for p in content if isinstance(p, dict)]
+        parts += [piece for piece in pieces if piece]
+    return "\n".join(parts)
+
+
+def _scoring_columns(path: Path, source: pa.Table, ground_truth_column: str | None) -> dict[str, pa.Array]:
+    columns: dict[str, pa.Array] = {}
+    rewards = _objects(path, source, "reward_model")
+    truths: list[Any] = [None] * source.num_rows
+    if ground_truth_column is not None and ground_truth_column in source.column_names:
+        truths = source[ground_truth_column].to_pylist()
+    truths = [
+        (reward or {}).get("ground_truth") if truth is None else truth
+        for truth, reward in zip(truths, rewards, strict=True)
+    ]
+    if any(truth is not None for truth in truths):
+        columns[GROUND_TRUTH] = _strings([t if t is None or isinstance(t, str) else _canonical(t) for t in truths])
+    if any(reward is not None for reward in rewards):
+        columns[REWARD_MODEL_JSON] = _strings([None if r is None else _canonical(r) for r in rewards])
+    extras = _objects(path, source, "extra_info")
+    if any(extra is not None for extra in extras):
+        columns[EXTRA_INFO_JSON] = _strings([None if e is None else _canonical(e) for e in extras])
+    return columns
+
+
+def _objects(path: Path, source: pa.Table, name: str) -> list[dict[str, Any] | None]:
+    """Return a column of objects, given as such or as JSON text; none where it is missing."""
+    if name not in source.column_names:
+        return [None] * source.num_rows
+    values = []
+    for row, value in enumerate(source[name].to_pylist()):
+        try:
+            parsed = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise DataError(
+                f"{path}, row {row}: column {name!r} is not JSON ({error}); correct or remove it"
+            ) from error
+        if parsed is not None and not isinstance(parsed, dict):
+            raise DataError(f"{path}, row {row}: column {name!r} holds {str(value)[:80]!r}, expected an object")
+        # Arrow gives each row the keys of all others, without a value
+        values.append(parsed if parsed is None else {key: v for key, v in parsed.items() if v is not None})
+    return values
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _strings(values: list[str | None]) -> pa.Array:
+    return pa.array(values, pa.string())
