@@ -66,13 +66,13 @@ def check(config: RunConfig) -> CheckedRun:
 
 def _components(found: CheckedRun) -> None:
     config = found.config
-    registry.component("agent_loop", config.rollout.agent_loop)
+    resolve.component("agent_loop", config.rollout.agent_loop)
     resolve.algorithm_options(config)
-    rule = registry.component("sampler", config.sampler.name)
+    rule = resolve.component("sampler", config.sampler.name)
     resolve.sampler_options(config)
     for scorer in config.reward.scorers:
         resolve.scorer_options(scorer)
-    algorithm = registry.component("algorithm", config.algorithm.name)
+    algorithm = resolve.component("algorithm", config.algorithm.name)
     if getattr(algorithm, "EVALUATION", None) != "replay":
         return
     if not rule.IS_STOCHASTIC:
@@ -96,7 +96,7 @@ def _stochastic_rules() -> Iterator[str]:
 
 def _groups(found: CheckedRun) -> None:
     config = found.config
-    algorithm = registry.component("algorithm", config.algorithm.name)
+    algorithm = resolve.component("algorithm", config.algorithm.name)
     if config.rollout.group_size < 2 and getattr(algorithm, "COMPARES_GROUP", True):
         raise ConfigError(
             f"rollout.group_size is {config.rollout.group_size}, but algorithm {config.algorithm.name!r} compares the "
@@ -121,7 +121,7 @@ def _window(found: CheckedRun) -> None:
 
 
 def _engine(found: CheckedRun) -> None:
-    engine = registry.component("engine", found.config.rollout.name)
+    engine = resolve.component("engine", found.config.rollout.name)
     installed_version: Callable[[], str] | None = getattr(engine, "installed_version", None)
     if installed_version is not None:
         found.engine_version = installed_version()

@@ -1,6 +1,8 @@
 """From settings to the things they name: validated options of components, and paths of what a run reads."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +23,22 @@ SHARED = tuple(name for name in AlgorithmSettings.model_fields if name not in _O
 """Settings that several algorithms have; each takes part only where the algorithm's ``Options`` has its name."""
 
 
+_KEYS = {
+    "agent_loop": "rollout.agent_loop",
+    "algorithm": "algorithm.name",
+    "engine": "rollout.name",
+    "model": "model.name",
+    "reward": "reward.scorers",
+    "sampler": "sampler.name",
+}
+
+
+def component(kind: str, name: str) -> Any:
+    """Return a component as :func:`registry.component` does; its error names the setting."""
+    with _naming(_KEYS[kind]):
+        return registry.component(kind, name)
+
+
 def algorithm_options(config: RunConfig) -> Any:
     """Return the algorithm's validated ``Options``: its defaults, the shared settings that are set, its own options.
 
@@ -29,8 +47,7 @@ def algorithm_options(config: RunConfig) -> Any:
     """
     settings = config.algorithm
     given = {name: value for name in SHARED if (value := getattr(settings, name)) is not None}
-    component = registry.component("algorithm", settings.name)
-    cls = getattr(component, "Options", None)
+    cls = getattr(component("algorithm", settings.name), "Options", None)
     known = [field.name for field in dataclasses.fields(cls)] if cls else []
     for name, value in given.items():
         if name not in known:
@@ -40,17 +57,22 @@ def algorithm_options(config: RunConfig) -> Any:
             )
         if name in settings.options:
             raise ConfigError(f"algorithm.{name} and algorithm.options.{name} are both given; keep algorithm.{name}")
-    return registry.options("algorithm", settings.name, {**given, **settings.options})
+    with _naming("algorithm.options" if settings.options else "algorithm"):
+        return registry.options("algorithm", settings.name, {**given, **settings.options})
 
 
 def sampler_options(config: RunConfig) -> Any:
     """Return the transition rule's validated ``Options``. Raises ConfigError as :func:`registry.options` does."""
-    return registry.options("sampler", config.sampler.name, config.sampler.options)
+    component("sampler", config.sampler.name)
+    with _naming("sampler.options"):
+        return registry.options("sampler", config.sampler.name, config.sampler.options)
 
 
 def scorer_options(settings: ScorerSettings) -> Any:
     """Return a scorer's validated ``Options``. Raises ConfigError as :func:`registry.options` does."""
-    return registry.options("reward", settings.name, settings.options)
+    component("reward", settings.name)
+    with _naming("reward.scorers"):
+        return registry.options("reward", settings.name, settings.options)
 
 
 def adapter(config: RunConfig) -> Any:
@@ -59,8 +81,9 @@ def adapter(config: RunConfig) -> Any:
     Raises:
         ConfigError: no such model, or options that it refuses.
     """
-    model = registry.component("model", config.model.name)
-    return model.build(registry.options("model", config.model.name, config.model.options))
+    model = component("model", config.model.name)
+    with _naming("model.options"):
+        return model.build(registry.options("model", config.model.name, config.model.options))
 
 
 def model_path(config: RunConfig) -> Path:
@@ -100,6 +123,14 @@ def data_path(config: RunConfig, split: Split) -> Path:
             f"'{GLYPH}' for the embedded prompts"
         )
     return path
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{key}: {error}") from error
 
 
 def _packaged(name: str) -> Path:
