@@ -112,8 +112,9 @@ def gdpo_advantages(
     Source: GDPO (arXiv:2601.05242), population spreads over the batch of samples.
     """
     if rewards_KN.ndim != 2 or weights_K.shape != rewards_KN.shape[:1]:
-        raise ValueError(f"got rewards {tuple(rewards_KN.shape)} and weights {tuple(weights_K.shape)}; expected "
-                         "[K, N] and [K]")
+        raise ValueError(
+            f"got rewards {tuple(rewards_KN.shape)} and weights {tuple(weights_K.shape)}; expected [K, N] and [K]"
+        )
     total = torch.zeros(rewards_KN.shape[1], dtype=torch.float64)
     for rewards_N, weight in zip(rewards_KN, weights_K.double(), strict=True):
         groups = group_statistics(rewards_N, group_ids_N, valid_N)

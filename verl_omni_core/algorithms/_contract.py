@@ -63,6 +63,6 @@ class Algorithm(Protocol):
 
 def require(batch: Mapping[str, Tensor], names: tuple[str, ...], algorithm: str) -> None:
     """Raise ContractError naming what is missing and what is there, before anything is computed."""
-    missing = [name for name in names if name not in batch.keys()]
+    missing = [name for name in names if name not in batch.keys()]  # noqa: SIM118 - a TensorDict refuses a plain "in"
     if missing:
         raise ContractError(f"{algorithm} needs {missing} in the batch; it has {sorted(batch.keys())}")

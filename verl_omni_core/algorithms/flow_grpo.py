@@ -52,9 +52,7 @@ class Options:
     std_epsilon: float = field(
         default=1e-4, metadata={"gt": 0, "description": "Added to the spread of rewards, in reward units."}
     )
-    std_ddof: Literal[0, 1] = field(
-        default=1, metadata={"description": "1: unbiased spread; 0: the population's."}
-    )
+    std_ddof: Literal[0, 1] = field(default=1, metadata={"description": "1: unbiased spread; 0: the population's."})
 
 
 def requires(options: Options) -> tuple[str, ...]:
@@ -84,8 +82,9 @@ def loss(current: Current, batch: Mapping[str, Tensor], options: Options) -> Los
             there, ``rollout_is_weights`` [B] multiply the ratio term, without gradient.
 
     Raises:
-        ContractError: a tensor is missing or has not one value a row. TypeError: log-probs are not fp32. ValueError: the steps of a divergence
-            are deterministic.
+        ContractError: a tensor is missing or has not one value a row.
+        TypeError: log-probs are not fp32.
+        ValueError: the steps of a divergence are deterministic.
     """
     require(batch, requires(options), "flow_grpo")
     old_log_probs = batch["old_log_probs"]

@@ -112,43 +112,51 @@ def integrate(
         ValueError: a window that holds the last step or is empty, a window with a deterministic rule, or a schedule
             without one more level than timesteps.
     """
-    steps = len(schedule.timesteps)
     _check(latents, schedule, rule, window)
     sigmas = schedule.sigmas.to(latents.device, torch.float32)
     timesteps = schedule.timesteps.to(latents.device, torch.float32)
     sigma_second = float(schedule.sigmas[1])
+    rows = len(latents)
     start, end = window if window is not None else (0, 0)
     recorded = [latents] if window is not None and start == 0 else []
     log_probs: list[Tensor] = []
     history: list[tuple[Tensor, Tensor, Tensor]] = []
-    for i in range(steps):
-        rows = len(latents)
+    depth = getattr(rule, "HISTORY", 0)
+    for i in range(len(timesteps)):
         noise = noise_of(i) if window is not None else None
         velocity_i = velocity(latents, timesteps[i].expand(rows), i).float()
         sigma, sigma_next = sigmas[i].expand(rows), sigmas[i + 1].expand(rows)
-        levels = {"sigma": sigma, "sigma_next": sigma_next, "sigma_second": sigma_second}
-        if start <= i < end:
-            move = rule.step(latents, velocity_i, **levels, noise_level=noise_level, noise=noise, **rule_options)
-            if move.log_prob is None:
-                raise ValueError(f"step {i} of the window adds no noise; raise sampler.noise_level or drop the window")
-            log_probs.append(move.log_prob)
-            latents = move.prev_sample
-        elif rule.IS_STOCHASTIC:
+        if rule.IS_STOCHASTIC and not start <= i < end:
             latents = euler(latents, velocity_i, sigma, sigma_next)
         else:
-            depth = getattr(rule, "HISTORY", 0)
-            context = {"history": tuple(history)} if depth else {}
-            evaluated = (latents, velocity_i, sigma)
-            latents = rule.step(latents, velocity_i, **levels, noise_level=0.0, **context, **rule_options).prev_sample
-            history = [*history, evaluated][-depth:] if depth else []
+            context: dict[str, Any] = {"history": tuple(history)} if depth else {}
+            move = rule.step(
+                latents,
+                velocity_i,
+                sigma=sigma,
+                sigma_next=sigma_next,
+                sigma_second=sigma_second,
+                noise_level=noise_level,
+                noise=noise,
+                **context,
+                **rule_options,
+            )
+            history = [*history, (latents, velocity_i, sigma)][-depth:] if depth else []
+            latents = move.prev_sample
+            if rule.IS_STOCHASTIC:
+                if move.log_prob is None:
+                    raise ValueError(
+                        f"step {i} of the window adds no noise; raise sampler.noise_level or drop the window"
+                    )
+                log_probs.append(move.log_prob)
         if window is not None and start <= i + 1 <= end:
             recorded.append(latents)
     return Trajectory(
         latents_clean=latents,
-        all_latents=torch.stack(recorded, dim=1) if recorded else latents.new_zeros(len(latents), 0, *latents.shape[1:]),
-        all_timesteps=timesteps[start:end].expand(len(latents), -1).contiguous(),
+        all_latents=torch.stack(recorded, dim=1) if recorded else latents.new_zeros(rows, 0, *latents.shape[1:]),
+        all_timesteps=timesteps[start:end].expand(rows, -1).contiguous(),
         step_indices=torch.arange(start, end),
-        log_probs=torch.stack(log_probs, dim=1) if log_probs else latents.new_zeros(len(latents), 0),
+        log_probs=torch.stack(log_probs, dim=1) if log_probs else latents.new_zeros(rows, 0),
     )
 
 
@@ -163,4 +171,6 @@ def _check(latents: Tensor, schedule: Levels, rule: TransitionRule, window: tupl
     if not rule.IS_STOCHASTIC:
         raise ValueError("a deterministic rule has no stochastic window; use a stochastic sampler or no window")
     if not 0 <= window[0] < window[1] <= steps - 1:
-        raise ValueError(f"window {window} is not inside [0, {steps - 1}) or is empty; the last step is never stochastic")
+        raise ValueError(
+            f"window {window} is not inside [0, {steps - 1}) or is empty; the last step is never stochastic"
+        )

@@ -89,7 +89,10 @@ def qwen_image_sigmas(num_inference_steps: int, *, tokens: int, terminal: float 
 
 
 def ltx_sigmas(num_inference_steps: int, *, video_tokens: int) -> Tensor:
-    """Return LTX-2's grid, [N + 1] fp32, also for audio; ``video_tokens`` is ``((F - 1) / 8 + 1) (H / 32) (W / 32)``."""
+    """Return LTX-2's grid, [N + 1] fp32, the same for audio.
+
+    ``video_tokens`` is ``((F - 1) / 8 + 1) (H / 32) (W / 32)``.
+    """
     mu = linear_mu(video_tokens, base_length=1024, max_length=4096, base_shift=0.95, max_shift=2.05)
     return close_grid(exponential_shift(inverse_levels(num_inference_steps), mu))
 

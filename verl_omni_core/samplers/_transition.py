@@ -135,7 +135,9 @@ def complete(
     else:
         if moved is None:
             if noise is None:
-                raise ValueError("a stochastic move needs noise to draw a step or prev_sample to score one; got neither")
+                raise ValueError(
+                    "a stochastic move needs noise to draw a step or prev_sample to score one; got neither"
+                )
             moved = (mean + per_row(std, mean) * noise).detach()
         # accumulated in fp64, so that the number of rows in a batch does not change a row's result
         log_prob = log_density(moved - mean).flatten(1).mean(dim=1, dtype=torch.float64).float()

@@ -13,7 +13,10 @@ STRATEGIES = ("random",)
 
 
 def window_envelope(
-    *, num_inference_steps: int, size: int | None, range: tuple[int, int] | None
+    *,
+    num_inference_steps: int,
+    size: int | None,
+    range: tuple[int, int] | None,  # noqa: A002 - the setting's name
 ) -> tuple[int, int, int]:
     """Return ``(low, high, size)``: windows of ``size`` steps lie in ``[low, high)``.
 
@@ -47,7 +50,7 @@ def window_of_step(
     *,
     num_inference_steps: int,
     size: int | None,
-    range: tuple[int, int] | None,
+    range: tuple[int, int] | None,  # noqa: A002 - the setting's name
     strategy: str = "random",
 ) -> tuple[int, int]:
     """Return the half-open window of a training step.

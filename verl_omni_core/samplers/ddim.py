@@ -25,9 +25,10 @@ class Options:
     """Options of the rule."""
 
     prediction_type: PredictionType = field(
-        default="epsilon"
-    """What the network predicts, by diffusers' names."""
-    include_logprob_normalizer: bool = True, metadata={"description": "Keep the density's constant terms; they cancel in every ratio."}
+        default="epsilon", metadata={"description": "What the network predicts, by diffusers' names."}
+    )
+    include_logprob_normalizer: bool = field(
+        default=True, metadata={"description": "Keep the density's constant terms; they cancel in every ratio."}
     )
 
 

@@ -26,11 +26,16 @@ class Options:
     """Options of the rule."""
 
     algorithm_type: Variant = field(
-        default="dpmsolver++"
-    """Extrapolate the clean prediction (``++``) or the noise prediction."""
-    solver_type: Literal["midpoint", "heun"] = "midpoint"
-    """How the second order weighs the change since the last evaluation."""
-    solver_order: Literal[1, 2] = 2, metadata={"description": "2 needs an evaluation before this one; the first and the last step are of first order."}
+        default="dpmsolver++",
+        metadata={"description": "Extrapolate the clean prediction (++) or the noise prediction."},
+    )
+    solver_type: Literal["midpoint", "heun"] = field(
+        default="midpoint",
+        metadata={"description": "How the second order weighs the change since the last evaluation."},
+    )
+    solver_order: Literal[1, 2] = field(
+        default=2,
+        metadata={"description": "2 needs an evaluation before this one; the first and the last step are of order 1."},
     )
 
 

@@ -29,9 +29,13 @@ class Options:
     """Options of the rule."""
 
     algorithm_type: Variant = field(
-        default="dpmsolver++"
-    """Extrapolate the clean prediction (``++``) or the noise prediction; the latter has no step from level 1."""
-    include_logprob_normalizer: bool = True, metadata={"description": "Keep the density's constant terms; they cancel in every ratio."}
+        default="dpmsolver++",
+        metadata={
+            "description": "Extrapolate the clean prediction (++) or the noise prediction, which has no step from 1."
+        },
+    )
+    include_logprob_normalizer: bool = field(
+        default=True, metadata={"description": "Keep the density's constant terms; they cancel in every ratio."}
     )
 
 

@@ -94,12 +94,14 @@ def model_path(config: RunConfig) -> Path:
     """
     given = config.model.path
     folder = _packaged("pipeline") if given == GLYPH else Path(given).expanduser()
-    if not folder.is_dir() and given.count("/") == 1 and not given.startswith((".", "~", "/")):
+    is_hub_id = given.count("/") == 1 and not given.startswith((".", "~", "/"))
+    if not folder.is_dir() and is_hub_id:
         folder = _cached(given) or folder
     if not folder.is_dir():
+        hub = f", or download that model first (hf download {given})" if is_hub_id else ""
         raise ConfigError(
-            f"model.path is {given!r}, but {str(folder)!r} does not exist; give a pipeline folder in diffusers format, "
-            f"'{GLYPH}' for the embedded model, or a hub id that was downloaded before (hf download {given})"
+            f"model.path is {given!r}, but {str(folder)!r} does not exist; give a pipeline folder in diffusers format or "
+            f"'{GLYPH}' for the embedded model{hub}"
         )
     if not (folder / "model_index.json").is_file():
         raise ConfigError(
