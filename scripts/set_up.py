@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment")
     venv = parser.parse_args().venv.absolute()
     try:
-        with lock(venv.with_name(venv.name + ".lock")):
+        with Lock(venv.with_name(venv.name + ".lock")):
             set_up(venv)
     except SetUpError as error:
         print(f"\nSet-up failed: {error}", file=sys.stderr)
@@ -96,7 +96,7 @@ def is_usable(venv: Path) -> bool:
     """Tell whether the environment's Python runs; a moved interpreter or a torn environment does not."""
     try:
         command = [python_of(venv), "-c", "import pip, sys; print(*sys.version_info[:2])"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (FileNotFoundError, PermissionError):
         return False
     return said.returncode == 0 and said.stdout.split() == [str(part) for part in sys.version_info[:2]]
@@ -180,7 +180,7 @@ def run(venv: Path, command: list[str]) -> str:
         SetUpError: it failed; the message ends with its last lines.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if venv.exists():
         with (venv / LOG).open("a") as log:
             log.write(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}\n")
@@ -190,14 +190,14 @@ def run(venv: Path, command: list[str]) -> str:
     return done.stdout
 
 
-def step(name: str, venv: Path, work: Callable[[Path], None | str]) -> None:
+def step(name: str, venv: Path, work: Callable[[Path], object]) -> None:
     began = time.monotonic()
     print(f"  {name} ...", end="", flush=True)
     work(venv)
     print(f" {time.monotonic() - began:.0f} s", flush=True)
 
 
-class lock:
+class Lock:
     """Hold a lock file, so that two commands started together do not install into each other."""
 
     def __init__(self, path: Path) -> None:

@@ -25,11 +25,29 @@ from verl_omni_core.batches.columns import (
 )
 from verl_omni_core.errors import DataError
 from verl_omni_core.registry import nearest
+from verl_omni_core.settings.resolve import Split, data_path
+from verl_omni_core.settings.run import RunConfig
 
 TokenCounts = Callable[[str], Mapping[str, tuple[int, int]]]
 """A prompt to, for each tokenizer by name, the tokens it needs and the tokens the encoder takes."""
 
 _SUFFIXES = (".parquet", ".json", ".jsonl")
+
+
+def prompts_of(config: RunConfig, split: Split) -> pa.Table:
+    """Return the prompts that a run reads for ``split``, as :func:`read_prompts` does; its errors name the setting."""
+    data = config.data
+    try:
+        return read_prompts(
+            data_path(config, split),
+            prompt_column=data.prompt_column,
+            negative_prompt_column=data.negative_prompt_column,
+            ground_truth_column=data.ground_truth_column,
+            max_rows=data.max_validation_prompts if split == "validation" else None,
+        )
+    except DataError as error:
+        message = str(error)
+        raise DataError(message if message.startswith("data.") else f"data.{split}: {message}") from error
 
 
 def read_prompts(

@@ -16,7 +16,12 @@ from verl_omni_core.settings.run import RunConfig
 _BOUNDS = ((annotated_types.Ge, "at least {0.ge}"), (annotated_types.Gt, "more than {0.gt}"))
 _BOUNDS_ABOVE = ((annotated_types.Le, "at most {0.le}"), (annotated_types.Lt, "less than {0.lt}"))
 _UNITS = {"_s": "seconds", "_ms": "milliseconds", "_gb": "GB", "_mb": "MB"}
-_UNITS_BY_NAME = {"height": "pixels", "width": "pixels", "max_sequence_length": "tokens", "batch_wait_ms": "milliseconds"}
+_UNITS_BY_NAME = {
+    "height": "pixels",
+    "width": "pixels",
+    "max_sequence_length": "tokens",
+    "batch_wait_ms": "milliseconds",
+}
 
 
 @cache
@@ -47,7 +52,9 @@ def allowed(field: FieldInfo) -> str:
     """Return a phrase for what a setting accepts: ``a number of at least 0, or none``."""
     kinds = [_kind(member) for member in members(field.annotation) if member is not NoneType]
     phrase = " or ".join(kinds)
-    bounds = [text.format(m) for m in field.metadata for kind, text in (*_BOUNDS, *_BOUNDS_ABOVE) if isinstance(m, kind)]
+    bounds = [
+        text.format(m) for m in field.metadata for kind, text in (*_BOUNDS, *_BOUNDS_ABOVE) if isinstance(m, kind)
+    ]
     if bounds:
         phrase += " of " + " and ".join(bounds)
     for constraint in field.metadata:

@@ -1,0 +1,180 @@
+"""Everything that can be wrong with a run and can be known before any process starts.
+
+:func:`check` starts nothing and writes nothing. It looks at components, options, sizes, files and prompts, and reports
+all that it finds in one message.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_omni_core import registry
+from verl_omni_core.errors import ConfigError, DataError
+from verl_omni_core.settings import resolve
+from verl_omni_core.settings.run import RunConfig
+
+SPLITS: tuple[resolve.Split, ...] = ("train", "validation")
+
+
+@dataclass
+class CheckedRun:
+    """A run that can start, and what was learned on the way."""
+
+    config: RunConfig
+    model_path: Path = Path()
+    engine_version: str | None = None
+    """Version of the engine's package; none for an engine without one."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Split to its number of prompts."""
+    truncated: dict[str, int] = field(default_factory=dict)
+    """Split to how many of its prompts an encoder will cut; only with ``data.overlong = 'truncate'``."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know although nothing is wrong, one sentence each."""
+        return [
+            f"data.{split}: {count} of {self.rows[split]} prompts are longer than a text encoder takes and are cut"
+            for split, count in self.truncated.items()
+            if count
+        ]
+
+
+def check(config: RunConfig) -> CheckedRun:
+    """Return what the run will use.
+
+    Raises:
+        ConfigError: settings that cannot work. DataError: only the data is at fault. Both say what was seen, what is
+            allowed and what to write instead, for every fault found.
+    """
+    found = CheckedRun(config)
+    problems: list[ConfigError | DataError] = []
+    for part in (_components, _groups, _window, _engine, _model, _data):
+        try:
+            part(found)
+        except (ConfigError, DataError) as problem:
+            problems.append(problem)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        is_data = all(isinstance(problem, DataError) for problem in problems)
+        lines = dict.fromkeys(str(problem) for problem in problems)
+        raise (DataError if is_data else ConfigError)("\n".join(lines))
+    return found
+
+
+def _components(found: CheckedRun) -> None:
+    config = found.config
+    resolve.component("agent_loop", config.rollout.agent_loop)
+    resolve.algorithm_options(config)
+    rule = resolve.component("sampler", config.sampler.name)
+    resolve.sampler_options(config)
+    for scorer in config.reward.scorers:
+        resolve.scorer_options(scorer)
+    algorithm = resolve.component("algorithm", config.algorithm.name)
+    if getattr(algorithm, "EVALUATION", None) != "replay":
+        return
+    if not rule.IS_STOCHASTIC:
+        raise ConfigError(
+            f"sampler.name is {config.sampler.name!r}, whose steps are deterministic, but algorithm "
+            f"{config.algorithm.name!r} compares probabilities of steps; use a stochastic one of "
+            f"{', '.join(_stochastic_rules())}"
+        )
+    if config.sampler.noise_level == 0:
+        raise ConfigError(
+            f"sampler.noise_level is 0, but algorithm {config.algorithm.name!r} compares probabilities of steps, and a "
+            "step without noise has none; use a number more than 0, for example 0.7"
+        )
+
+
+def _stochastic_rules() -> Iterator[str]:
+    for name in registry.names("sampler"):
+        if registry.component("sampler", name).IS_STOCHASTIC:
+            yield name
+
+
+def _groups(found: CheckedRun) -> None:
+    config = found.config
+    algorithm = resolve.component("algorithm", config.algorithm.name)
+    if config.rollout.group_size < 2 and getattr(algorithm, "COMPARES_GROUP", True):
+        raise ConfigError(
+            f"rollout.group_size is {config.rollout.group_size}, but algorithm {config.algorithm.name!r} compares the "
+            "samples of a prompt with each other; use at least 2"
+        )
+
+
+def _window(found: CheckedRun) -> None:
+    sampler = found.config.sampler
+    steps = sampler.num_inference_steps
+    low, high = sampler.sde_window_range or (0, steps - 1)
+    if sampler.sde_window_range is not None and not 0 <= low < high <= steps:
+        raise ConfigError(
+            f"sampler.sde_window_range is [{low}, {high}], which is no range of the {steps} steps of "
+            f"sampler.num_inference_steps; use a half-open range within [0, {steps}]"
+        )
+    if sampler.sde_window_size is not None and sampler.sde_window_size > high - low:
+        raise ConfigError(
+            f"sampler.sde_window_size is {sampler.sde_window_size}, but only the {high - low} steps of [{low}, {high}] "
+            f"may be stochastic; use at most {high - low}, or widen sampler.sde_window_range"
+        )
+
+
+def _engine(found: CheckedRun) -> None:
+    engine = resolve.component("engine", found.config.rollout.name)
+    installed_version: Callable[[], str] | None = getattr(engine, "installed_version", None)
+    if installed_version is not None:
+        found.engine_version = installed_version()
+
+
+def _model(found: CheckedRun) -> None:
+    sampler = found.config.sampler
+    adapter = resolve.adapter(found.config)
+    found.model_path = resolve.model_path(found.config)
+    index = json.loads((found.model_path / "model_index.json").read_text())
+    if index.get("_class_name") != adapter.facts.pipeline_class:
+        raise ConfigError(
+            f"model.path {found.config.model.path!r} holds a {index.get('_class_name')}, but model.name "
+            f"{found.config.model.name!r} is for {adapter.facts.pipeline_class}; choose the model of that pipeline from "
+            f"{', '.join(registry.names('model'))}, or another folder"
+        )
+    adapter.geometry(sampler.height, sampler.width, adapter.decoder_config(str(found.model_path)))
+
+
+def _data(found: CheckedRun) -> None:
+    problems = []
+    for split in SPLITS:
+        try:
+            _split(found, split)
+        except DataError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def _split(found: CheckedRun, split: resolve.Split) -> None:
+    from verl_omni_core.data.prompts import check_lengths, prompts_of
+
+    prompts = prompts_of(found.config, split)
+    found.rows[split] = prompts.num_rows
+    if found.model_path == Path():
+        return  # the model's own fault is reported; lengths cannot be told without its tokenizers
+    adapter, tokenizers = resolve.adapter(found.config), _tokenizers(found.model_path)
+    longest = found.config.sampler.max_sequence_length
+    try:
+        found.truncated[split] = check_lengths(
+            prompts, lambda text: adapter.token_counts(tokenizers, text, longest), found.config.data.overlong
+        )
+    except DataError as error:
+        raise DataError(f"data.{split}, {error} (sampler.max_sequence_length is {longest})") from None
+
+
+def _tokenizers(folder: Path) -> dict[str, Any]:
+    import transformers
+
+    index = json.loads((folder / "model_index.json").read_text())
+    loaded = {}
+    for name, entry in index.items():
+        if name.startswith("tokenizer") and isinstance(entry, list) and entry[1] is not None:
+            loaded[name] = getattr(transformers, entry[1]).from_pretrained(str(folder), subfolder=name)
+    return loaded
