@@ -148,7 +148,7 @@ def _prompts(ids: Sequence[Sequence[int]], length: int) -> dict[str, Tensor]:
     longest = max(len(row) for row in ids)
     if longest > length:
         raise ContractError(
-            f"a prompt has {longest} tokens, the batch takes {length}; raise rollout.prompt_length, prompts are never cut"
+            f"a prompt has {longest} tokens, the batch takes {length}; raise rollout.prompt_length, prompts are not cut"
         )
     prompts, mask = torch.zeros(len(ids), length, dtype=torch.int64), torch.zeros(len(ids), length, dtype=torch.int64)
     for index, row in enumerate(ids):
@@ -170,7 +170,7 @@ def _stacked(name: str, values: Sequence[Any]) -> Tensor:
     forms = {(tuple(value.shape), value.dtype) for value in values}
     if len(forms) > 1:
         raise ContractError(
-            f"{name} differs between samples: {sorted(map(str, forms))}; draw samples of one size and one model in a batch"
+            f"{name} differs between samples: {sorted(map(str, forms))}; a batch holds samples of one size and model"
         )
     return torch.stack(list(values))
 

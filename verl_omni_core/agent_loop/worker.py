@@ -78,8 +78,8 @@ class DiffusionAgentLoopWorker:
         if failed:
             first = failed[0]
             raise EngineError(
-                f"{len(failed)} of {len(results)} samples failed: {', '.join(f.sample_id for f in failed[:8])}; the first "
-                f"after {first.attempts} attempts with {type(first.error).__name__}: {first.error}"
+                f"{len(failed)} of {len(results)} samples failed: {', '.join(f.sample_id for f in failed[:8])}; the "
+                f"first after {first.attempts} attempts with {type(first.error).__name__}: {first.error}"
             ) from first.error
         return build_batch(
             [result for result in results if isinstance(result, DiffusionAgentLoopOutput)],
