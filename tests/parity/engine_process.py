@@ -9,12 +9,22 @@ import multiprocessing
 import multiprocessing.connection
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verl_omni_core import registry
-from verl_omni_core.rollout._contract import EngineOptions
+from verl_omni_core.rollout._contract import EngineOptions, SamplingParams
 
 START_S, CALL_S = 180, 120
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A folder and what its tests ask it for."""
+
+    folder: str
+    prompt: str
+    sampling: SamplingParams
 
 
 class EngineProcess:
@@ -68,6 +78,18 @@ class EngineProcess:
             pass
         self.process.kill()
         raise AssertionError(f"the engine's process died or did not answer within {limit_s} s")
+
+
+def engine_process(name: str, folder: str, **changes: Any) -> EngineProcess:
+    """Return an engine that starts when it is entered; ``changes`` are fields of its options."""
+    return EngineProcess(name, _options(folder, **changes))
+
+
+def _options(folder: str, **changes: Any) -> EngineOptions:
+    values = dict(model="sd3", path=folder, dtype="float32", max_batch=8, batch_wait_ms=50.0, threads=1,
+                  tensor_parallel=1, lora_rank=4, deterministic=False, start_timeout_s=170.0, request_timeout_s=60.0,
+                  )  # fmt: skip
+    return EngineOptions(**values | changes)
 
 
 def _serve(name: str, options: EngineOptions, pipe: multiprocessing.connection.Connection) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Pipeline, engine_process
 from diffusers import StableDiffusion3Pipeline
-from engine_process import EngineProcess
 from peft import LoraConfig, get_peft_model_state_dict
 
+from tests.parity.engine_process import EngineProcess, Pipeline, engine_process
 from verl_omni_core import registry
 from verl_omni_core.errors import ConfigError, ContractError, EngineError
 from verl_omni_core.models import sd3
