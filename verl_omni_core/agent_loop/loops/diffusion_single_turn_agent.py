@@ -67,7 +67,7 @@ def prompt_text(prompt: Prompt) -> str:
             f"a prompt of messages with the roles {roles}; expected one of the user: the model adapter adds system "
             "text, and more turns need another agent loop"
         )
-    content = messages[0].get("content")
+    content: Any = messages[0].get("content")
     if not isinstance(content, str):
         kinds = [part.get("type") for part in content or []]
         if kinds != ["text"]:
