@@ -156,7 +156,7 @@ def test_a_rule_denoises_in_the_loop(name: str) -> None:
     rule = registry.component("sampler", name)
     generators = [torch.Generator().manual_seed(row) for row in range(ROWS)]
     found = denoise(
-        lambda latents, timestep, i: 0.3 * latents,
+        lambda latents, *_: 0.3 * latents,
         tensors()[0],
         schedule,
         rule,

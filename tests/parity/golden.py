@@ -66,7 +66,8 @@ class Coverage:
 
     def leave_out(self, condition: Callable[[Case], bool], reason: str) -> None:
         chosen = [case.id for case in self.cases if condition(case)]
-        assert chosen and reason
+        assert chosen
+        assert reason
         self._left_out.update(dict.fromkeys(chosen, reason))
 
     def check(self, *, tested: int, left_out: int) -> None:
@@ -76,11 +77,11 @@ class Coverage:
         assert (len(self._tested), len(self._left_out)) == (tested, left_out)
 
 
-def assert_close(actual: Tensor | float, expected: Tensor | float, *, rel: float = 1e-5, abs: float = 1e-6) -> None:
+def assert_close(actual: Tensor | float, expected: Tensor | float, *, rel: float = 1e-5, off: float = 1e-6) -> None:
     """Compare in double precision at the tolerance of most groups; shapes may differ by axes of length 1."""
     actual = torch.as_tensor(actual).detach().double()
     expected = torch.as_tensor(expected).double()
-    torch.testing.assert_close(actual, expected.reshape(actual.shape), rtol=rel, atol=abs, equal_nan=True)
+    torch.testing.assert_close(actual, expected.reshape(actual.shape), rtol=rel, atol=off, equal_nan=True)
 
 
 def number(value: float | str) -> float:

@@ -51,7 +51,9 @@ def test_the_spread_is_taken_over_rewards_not_over_their_copies(case: Case) -> N
     """Ours on purpose: the peer counts each reward T times, which changes Bessel's correction and nothing else."""
     rewards, groups, options = of_peer(case)
     found, copies = advantages(rewards, groups, **options).double(), case.params["T"]
-    members = [torch.arange(len(rewards)) if options["global_std"] else (groups == g).nonzero().flatten() for g in groups]
+    members = [
+        torch.arange(len(rewards)) if options["global_std"] else (groups == g).nonzero().flatten() for g in groups
+    ]
     for row, same in enumerate(members):
         own = rewards[same].double()
         centred = rewards[row].double() - rewards[groups == groups[row]].double().mean()
@@ -157,7 +159,8 @@ ADVANTAGES.leave_out(
     "labels of best and worst samples for supervised and preference losses, which are no advantages",
 )
 ADVANTAGES.leave_out(
-    lambda case: case.fn == "DiffusionNFT:get_mean_of_top_rewards", "a statistic of rewards that is not among the metrics"
+    lambda case: case.fn == "DiffusionNFT:get_mean_of_top_rewards",
+    "a statistic of rewards that is not among the metrics",
 )
 ADVANTAGES.leave_out(
     lambda case: case.fn == "flow_grpo:PerPromptStatTracker.update twice without clear",
@@ -174,9 +177,7 @@ def test_group_spread_equals_dancegrpo(case: Case) -> None:
 
 def of_mixgrpo(case: Case, kind: str) -> bool:
     params = case.params
-    return (
-        case.fn == "MixGRPO group advantages" and params["multi_reward_mix"] == kind and params["trimmed_ratio"] == 0
-    )
+    return case.fn == "MixGRPO group advantages" and params["multi_reward_mix"] == kind and params["trimmed_ratio"] == 0
 
 
 @INLINE.where(lambda case: of_mixgrpo(case, "reward_aggr") or of_mixgrpo(case, "advantage_aggr"))

@@ -19,7 +19,7 @@ def reduced(output: LossOutput) -> dict[str, float]:
     return collected.result()
 
 
-@LOSS.where(lambda case: True)
+@LOSS.where(lambda _: True)
 def test_loss_gradient_and_metrics_equal_the_peer(case: Case) -> None:
     log_probs = case.inputs["log_prob"].clone().requires_grad_()
     batch = {"old_log_probs": case.inputs["old_log_prob"], "advantages": case.inputs["advantages"]}
@@ -80,7 +80,7 @@ def test_the_velocity_distance_equals_the_peer(case: Case) -> None:
     assert_close(gradient, case.outputs["grad_noise_pred"])
 
 
-@ESTIMATORS.where(lambda case: True)
+@ESTIMATORS.where(lambda _: True)
 def test_a_kl_estimate_and_its_gradient_equal_the_peer(case: Case) -> None:
     log_probs = case.inputs["logprob"].clone().requires_grad_()
     estimate = _kl.estimate_kl(log_probs, case.inputs["ref_logprob"], case.params["kl_penalty"])
@@ -118,9 +118,7 @@ def test_the_sum_of_terms_equals_the_peer(case: Case) -> None:
     assert_close(of_log_probs, case.outputs["grad_log_probs"])
     assert_close(torch.zeros_like(mean) if of_mean is None else of_mean, case.outputs["grad_prev_sample_mean"])
     ours = {"kl_coef": "actor/kl_coef"}
-    expected = {
-        ours.get(name, name): value for name, value in case.outputs["metrics"].items() if "distill" not in name
-    }
+    expected = {ours.get(name, name): value for name, value in case.outputs["metrics"].items() if "distill" not in name}
     assert_metrics(reduced(output), expected)
 
 

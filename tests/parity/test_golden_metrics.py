@@ -66,14 +66,10 @@ MISC.leave_out(
 MISC.leave_out(lambda case: case.fn == "h3_dit_timestep", "the timestep of a model that is not among the adapters")
 
 
-@CORRECTION.where(lambda case: True)
+@CORRECTION.where(lambda _: True)
 def test_rollout_diagnostics_equal_the_peer(case: Case) -> None:
     """Weights and rejection masks of rollout correction are not made; every other number of a case is compared."""
-    expected = {
-        name: value
-        for name, value in case.outputs["metrics"].items()
-        if not name.startswith(NOT_DIAGNOSTICS)
-    }
+    expected = {name: value for name, value in case.outputs["metrics"].items() if not name.startswith(NOT_DIAGNOSTICS)}
     old = next(case.inputs[name] for name in ("old_log_prob", "old_log_probs", "log_prob") if name in case.inputs)
     rollout = next(case.inputs[name] for name in ("rollout_log_prob", "rollout_log_probs") if name in case.inputs)
     found = rl.rollout_correction_metrics(

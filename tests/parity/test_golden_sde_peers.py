@@ -50,12 +50,14 @@ def test_flow_sde_equals_flow_grpo(case: Case) -> None:
 
 @PEERS.where(lambda case: case.fn == "MixGRPO:flow_grpo_step")
 def test_flow_sde_equals_mixgrpo(case: Case) -> None:
-    """Its deterministic branch moves as ode does, and scores that move under the SDE; ours scores it only if asked to."""
+    """Its deterministic branch moves as ode does, but scores that move under the SDE."""
     sample, velocity, out = case.inputs["latents"], case.inputs["model_output"], case.outputs
     drawn = move("flow_sde", case, sample, velocity, noise=case.inputs["noise"])
     assert_close(drawn.mean, out["prev_sample_mean"])
     assert_close(drawn.std, out["std_times_sqrt_dt"].expand(2))
-    assert_close(predict_clean(sample, velocity, case.inputs["sigmas"][case.params["step_index"]].expand(2)), out["pred_x0"])
+    assert_close(
+        predict_clean(sample, velocity, case.inputs["sigmas"][case.params["step_index"]].expand(2)), out["pred_x0"]
+    )
     if case.params["deterministic"]:
         still = move("ode", case, sample, velocity)
         assert_close(still.prev_sample, out["prev_sample"])
@@ -80,7 +82,8 @@ def test_scoring_equals_the_peer_with_or_without_the_normalizer(case: Case) -> N
     )
     assert_close(scored.log_prob, case.outputs["log_prob"])
     assert_close(
-        predict_clean(sample, velocity, case.inputs["sigmas"][case.params["step_index"]].expand(2)), case.outputs["pred_x0"]
+        predict_clean(sample, velocity, case.inputs["sigmas"][case.params["step_index"]].expand(2)),
+        case.outputs["pred_x0"],
     )
 
 
@@ -95,7 +98,7 @@ def test_ode_equals_the_deterministic_step_of_dancegrpo(case: Case) -> None:
 
 @PEERS.where(lambda case: case.fn == "Flow-Factory:step")
 def test_each_dynamics_equals_flow_factory(case: Case) -> None:
-    """It rounds the drawn latents to the input's dtype before scoring them; ours keeps fp32, and scores what it is given."""
+    """It rounds drawn latents to the input's dtype before scoring; ours keeps fp32 and scores what it is given."""
     name, out = DYNAMICS[case.params["dynamics"]], case.outputs
     dtype = getattr(torch, case.params["input_dtype"].removeprefix("torch."))
     if dtype != torch.float32:
@@ -193,15 +196,13 @@ def test_flow_ddim_equals_diffusionnft(case: Case) -> None:
 
 @OTHERS.where(lambda case: case.fn == "MixGRPO:dpm_step SDE first order")
 def test_dpm_sde_equals_mixgrpo(case: Case) -> None:
-    """Its noise-predicting variant is fed the clean prediction: the velocity that makes the two coincide reproduces it."""
+    """Its noise-predicting variant gets the clean prediction; the velocity that makes both equal reproduces it."""
     sample, velocity = case.inputs["sample"], case.inputs["model_output"]
     sigma = case.inputs["sigmas"][case.params["step_index"]]
     assert_close(predict_clean(sample, velocity, sigma.expand(2)), case.outputs["x0_pred"])
     if case.params["algorithm"] == "dpmsolver":
         velocity = -sigma * velocity / (1 - sigma)
-    drawn = move(
-        "dpm_sde", case, sample, velocity, noise=case.inputs["noise"], algorithm_type=case.params["algorithm"]
-    )
+    drawn = move("dpm_sde", case, sample, velocity, noise=case.inputs["noise"], algorithm_type=case.params["algorithm"])
     assert_close(drawn.prev_sample, case.outputs["prev_sample"])
     assert_close(drawn.log_prob, case.outputs["log_prob"])
 

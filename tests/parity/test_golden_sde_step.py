@@ -44,9 +44,7 @@ def is_stochastic(case: Case) -> bool:
 
 def replayed(case: Case) -> tuple[Any, Tensor]:
     velocity = case.inputs["replay_model_output"].clone().requires_grad_()
-    move = rule_of(case).step(
-        case.inputs["sample"], velocity, prev_sample=case.outputs["prev_sample"], **levels(case)
-    )
+    move = rule_of(case).step(case.inputs["sample"], velocity, prev_sample=case.outputs["prev_sample"], **levels(case))
     (gradient,) = torch.autograd.grad(move.log_prob.sum(), velocity)
     return move, gradient
 

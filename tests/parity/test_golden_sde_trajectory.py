@@ -14,12 +14,12 @@ TRAJECTORIES = Coverage("sde_trajectory_verl_omni")
 GRIDS = Coverage("sigma_grids")
 RULES = {"sde": "flow_sde", "cps": "cps", "dance_sde": "dance_sde"}
 FAMILIES = {
-    "sd35": lambda steps: _schedule.sd3_sigmas(steps),
+    "sd35": _schedule.sd3_sigmas,
     "noshift": lambda steps: _schedule.sd3_sigmas(steps, shift=1.0),
     "qwen512": lambda steps: _schedule.qwen_image_sigmas(steps, tokens=(512 // 16) ** 2),
     "qwen1024": lambda steps: _schedule.qwen_image_sigmas(steps, tokens=(1024 // 16) ** 2),
     "wan5": lambda steps: _schedule.shifted_linear_sigmas(steps, shift=5.0),
-    "bagel": lambda steps: _schedule.bagel_sigmas(steps),
+    "bagel": _schedule.bagel_sigmas,
 }
 
 
@@ -28,13 +28,13 @@ def velocity_of(case: Case, latents: Tensor, step_index: int) -> Tensor:
     return a * latents + b * torch.tanh(latents) * case.inputs["sigmas"][step_index] + c
 
 
-@TRAJECTORIES.where(lambda case: True)
+@TRAJECTORIES.where(lambda _: True)
 def test_the_denoising_loop_equals_the_peer_in_and_outside_the_window(case: Case) -> None:
     rule: TransitionRule = registry.component("sampler", RULES[case.params["sde_type"]])
     start, end = case.params["window"]
     schedule = SimpleNamespace(sigmas=case.inputs["sigmas"], timesteps=case.inputs["timesteps"])
     found = _denoise.integrate(
-        lambda latents, timestep, i: velocity_of(case, latents, i),
+        lambda latents, _, i: velocity_of(case, latents, i),
         case.inputs["x_init"],
         schedule,
         rule,
@@ -43,7 +43,7 @@ def test_the_denoising_loop_equals_the_peer_in_and_outside_the_window(case: Case
         window=(start, end),
         noise_of=lambda i: case.inputs["noise"][i],
     )
-    close = {"rel": 1e-4, "abs": 1e-5}
+    close = {"rel": 1e-4, "off": 1e-5}
     assert_close(found.latents_clean, case.outputs["latents"][:, -1], **close)
     assert_close(found.all_latents, case.outputs["latents"][:, start : end + 1], **close)
     assert_close(found.log_probs, case.outputs["window_log_probs"], **close)
@@ -78,7 +78,7 @@ def test_mu_grows_linearly_with_the_tokens(case: Case) -> None:
     mu = _schedule.linear_mu(
         tokens, base_length=base_length, max_length=max_length, base_shift=base_shift, max_shift=max_shift
     )
-    assert_close(mu, case.outputs["mu"], rel=0, abs=1e-12)
+    assert_close(mu, case.outputs["mu"], rel=0, off=1e-12)
 
 
 @GRIDS.where(lambda case: case.fn == "sd3_time_shift")

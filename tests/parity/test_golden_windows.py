@@ -23,9 +23,11 @@ def window(case: Case, step: int, seed: int) -> tuple[int, int]:
 
 
 @WINDOWS.where(
-    lambda case: case.fn == PEER
-    and case.params["sample_strategy"] == "random"
-    and case.params.get("sde_window_seed") is not None
+    lambda case: (
+        case.fn == PEER
+        and case.params["sample_strategy"] == "random"
+        and case.params.get("sde_window_seed") is not None
+    )
 )
 def test_random_windows_equal_the_peer_at_every_step(case: Case) -> None:
     found = [list(window(case, step, case.params["sde_window_seed"])) for step in range(30)]
@@ -44,19 +46,25 @@ WINDOWS.leave_out(
     "the progressive strategy",
 )
 WINDOWS.leave_out(
-    lambda case: case.fn == PEER and case.params["sample_strategy"] == "random" and case.raises is None
-    and case.params.get("sde_window_seed") is None,
+    lambda case: (
+        case.fn == PEER
+        and case.params["sample_strategy"] == "random"
+        and case.raises is None
+        and case.params.get("sde_window_seed") is None
+    ),
     "no seed: the peer then leaves the choice to each request; ours follows from the run's seed",
 )
 WINDOWS.leave_out(
-    lambda case: (case.fn or "").startswith("MixGRPO"), "schedules of MixGRPO: progressive, decaying, and its own stream"
+    lambda case: (case.fn or "").startswith("MixGRPO"),
+    "schedules of MixGRPO: progressive, decaying, and its own stream",
 )
 WINDOWS.leave_out(
     lambda case: case.fn in ("verl-omni:sample_per_sample_sde_windows", "Flow-Factory:current_sde_steps"),
     "windows or subsets of each request; ours share one window a step",
 )
 WINDOWS.leave_out(
-    lambda case: case.fn == "verl-omni LTX:_select_sde_steps", "subsets of steps for an audio-video model, another stream"
+    lambda case: case.fn == "verl-omni LTX:_select_sde_steps",
+    "subsets of steps for an audio-video model, another stream",
 )
 
 
