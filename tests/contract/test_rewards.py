@@ -29,7 +29,8 @@ def built(name: str):
 @pytest.mark.parametrize("name", NAMES)
 def test_options_are_a_frozen_dataclass_with_a_default_and_help_for_each_field(name: str) -> None:
     options = registry.component("reward", name).Options
-    assert dataclasses.is_dataclass(options) and options.__dataclass_params__.frozen
+    assert dataclasses.is_dataclass(options)
+    assert options.__dataclass_params__.frozen
     for field in dataclasses.fields(options):
         assert field.default is not dataclasses.MISSING
         assert any(getattr(note, "description", None) for note in field.type.__metadata__), field.name
@@ -52,7 +53,9 @@ def test_a_batch_scores_like_its_items_and_in_range(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_batch_has_no_scores_and_the_version_is_text(name: str) -> None:
     scorer = built(name)
-    assert scorer.score([]) == [] and isinstance(scorer.VERSION, str) and scorer.VERSION
+    assert scorer.score([]) == []
+    assert isinstance(scorer.VERSION, str)
+    assert scorer.VERSION
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -39,7 +39,7 @@ def worker_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RewardW
         scorers = []
         for name, function in functions.items():
             module = types.ModuleType(f"outside_scorers.{name}")
-            module.build = lambda options, f=function: FunctionScorer(f, concurrency)
+            module.build = lambda _, f=function: FunctionScorer(f, concurrency)
             monkeypatch.setitem(sys.modules, module.__name__, module)
             scorers.append({"name": module.__name__})
         package = types.ModuleType("outside_scorers")
@@ -47,7 +47,7 @@ def worker_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RewardW
         monkeypatch.setitem(sys.modules, "outside_scorers", package)
         return RewardWorker(RewardSettings(scorers=scorers, timeout_s=timeout_s, max_attempts=max_attempts))
 
-    yield make
+    return make
 
 
 def scores_by_name(worker: RewardWorker, items: list[ScoringItem] = ITEMS) -> list[dict[str, Score]]:
@@ -73,7 +73,8 @@ def test_scorers_of_all_samples_run_side_by_side(worker_of: Callable[..., Reward
     items = [ScoringItem(f"s{i}", ITEMS[0].image, "p") for i in range(64)]
     started = time.monotonic()
     rows = scores_by_name(worker, items)
-    assert len(rows) == 64 and all(score == Score(1.0) for row in rows for score in row.values())
+    assert len(rows) == 64
+    assert all(score == Score(1.0) for row in rows for score in row.values())
     assert time.monotonic() - started < 3  # one after the other: 38 s
 
 
@@ -104,17 +105,21 @@ def test_a_transient_failure_is_tried_again(worker_of: Callable[..., RewardWorke
         return Score(0.5)
 
     (row,) = scores_by_name(worker_of(a=flaky), ITEMS[:1])
-    assert row["a"] == Score(0.5) and row["a"].attempts == 2 and calls == ["s0", "s0"]
+    assert row["a"] == Score(0.5)
+    assert row["a"].attempts == 2
+    assert calls == ["s0", "s0"]
 
 
 def test_failing_for_good_is_a_missing_score_with_its_reason(worker_of: Callable[..., RewardWorker]) -> None:
     def broken(item: ScoringItem) -> Score:
         raise RuntimeError("weights are corrupt")
 
-    worker = worker_of(a=broken, b=lambda item: Score(1.0), max_attempts=3)
+    worker = worker_of(a=broken, b=lambda _: Score(1.0), max_attempts=3)
     (row,) = scores_by_name(worker, ITEMS[:1])
-    assert row["a"].value is None and row["a"].error == "RuntimeError: weights are corrupt"
-    assert row["a"].attempts == 3 and row["a"].status == "failed"
+    assert row["a"].value is None
+    assert row["a"].error == "RuntimeError: weights are corrupt"
+    assert row["a"].attempts == 3
+    assert row["a"].status == "failed"
     assert row["b"] == Score(1.0)
 
 
@@ -123,7 +128,8 @@ def test_an_error_that_cannot_pass_is_not_tried_again(worker_of: Callable[..., R
         raise ContractError("wrong layout")
 
     (row,) = scores_by_name(worker_of(a=refuse), ITEMS[:1])
-    assert row["a"].attempts == 1 and "wrong layout" in str(row["a"].error)
+    assert row["a"].attempts == 1
+    assert "wrong layout" in str(row["a"].error)
 
 
 def test_a_hanging_scorer_times_out_and_holds_up_nobody(worker_of: Callable[..., RewardWorker]) -> None:
@@ -139,7 +145,8 @@ def test_a_hanging_scorer_times_out_and_holds_up_nobody(worker_of: Callable[...,
     rows = scores_by_name(worker)
     release.set()
     assert time.monotonic() - started < 5
-    assert rows[0]["a"].status == "timeout" and "reward.timeout_s" in str(rows[0]["a"].error)
+    assert rows[0]["a"].status == "timeout"
+    assert "reward.timeout_s" in str(rows[0]["a"].error)
     assert [row["a"] for row in rows[1:]] == [Score(1.0)] * 3
 
 
@@ -159,8 +166,9 @@ def test_a_scorer_that_always_hangs_is_given_up(worker_of: Callable[..., RewardW
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_score_that_is_not_finite_is_missing(worker_of: Callable[..., RewardWorker], value: float) -> None:
-    (row,) = scores_by_name(worker_of(a=lambda item: Score(value)), ITEMS[:1])
-    assert row["a"].value is None and "not a finite number" in str(row["a"].error)
+    (row,) = scores_by_name(worker_of(a=lambda _: Score(value)), ITEMS[:1])
+    assert row["a"].value is None
+    assert "not a finite number" in str(row["a"].error)
 
 
 def test_a_scorers_own_timeout_is_a_failure_and_tried_again(worker_of: Callable[..., RewardWorker]) -> None:
@@ -168,11 +176,13 @@ def test_a_scorers_own_timeout_is_a_failure_and_tried_again(worker_of: Callable[
         raise TimeoutError("service did not answer")
 
     (row,) = scores_by_name(worker_of(a=slow_service), ITEMS[:1])
-    assert row["a"].attempts == 2 and row["a"].status == "failed" and "did not answer" in str(row["a"].error)
+    assert row["a"].attempts == 2
+    assert row["a"].status == "failed"
+    assert "did not answer" in str(row["a"].error)
 
 
 def test_one_worker_serves_several_event_loops(worker_of: Callable[..., RewardWorker]) -> None:
-    worker = worker_of(concurrency=1, a=lambda item: Score(1.0))
+    worker = worker_of(concurrency=1, a=lambda _: Score(1.0))
     assert scores_by_name(worker) == scores_by_name(worker)
 
 

@@ -231,6 +231,8 @@ def _equal(mine: Any, theirs: Any) -> bool:
         return mine.is_nested and theirs.is_nested and all(_equal(a, b) for a, b in pairs)
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         return False
+    if not mine.numel():
+        return True
     # bits, not numbers: the same missing value in both is equal
     return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (mine, theirs)))
 

@@ -79,11 +79,17 @@ class DenoiserAdapter(Protocol):
 
     def scheduler_config(self, path: str) -> dict[str, Any]: ...
 
+    def decoder_config(self, path: str) -> dict[str, Any]:
+        """Return what :meth:`geometry` needs, without loading the decoder."""
+        ...
+
     def build_tiny(self, folder: str, seed: int) -> None:
         """Write a tiny random-weight pipeline folder in diffusers format, without any download."""
         ...
 
-    def token_counts(self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int) -> dict[str, tuple[int, int]]:
+    def token_counts(
+        self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int
+    ) -> dict[str, tuple[int, int]]:
         """Return, by tokenizer, how many tokens the prompt has and how many the encoder takes."""
         ...
 

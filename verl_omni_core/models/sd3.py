@@ -67,12 +67,16 @@ class SD3Adapter:
         for encoder, tokenizer in _ENCODERS.items():
             library, class_name = index.get(encoder) or (None, None)
             if library is None:
-                modules[encoder] = AbsentTextEncoder(_json(Path(path, "transformer", "config.json"))["joint_attention_dim"])
+                modules[encoder] = AbsentTextEncoder(
+                    _json(Path(path, "transformer", "config.json"))["joint_attention_dim"]
+                )
                 continue
             modules[encoder] = (
                 getattr(transformers, class_name).from_pretrained(path, subfolder=encoder, dtype=dtype).eval()
             )
-            tokenizers[tokenizer] = getattr(transformers, index[tokenizer][1]).from_pretrained(path, subfolder=tokenizer)
+            tokenizers[tokenizer] = getattr(transformers, index[tokenizer][1]).from_pretrained(
+                path, subfolder=tokenizer
+            )
         return Encoders(tokenizers, modules)
 
     def load_denoiser(self, path: str, dtype: torch.dtype) -> torch.nn.Module:

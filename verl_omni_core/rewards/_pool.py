@@ -50,8 +50,7 @@ class ScorerPool:
             try:
                 (scores,) = await self._ask(chosen, item)
                 return scores
-            except Exception as error:
-                # a worker turns whatever a sample does into a missing score: an exception is the worker's own end
+            except Exception as error:  # noqa: BLE001 - a sample's failure is a score; this is the worker's own end
                 self._lost[chosen] = f"worker {chosen}: {type(error).__name__}: {error}"
             finally:
                 self._in_flight[chosen] -= 1

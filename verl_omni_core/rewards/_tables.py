@@ -1,4 +1,4 @@
-"""Scores as tables and back: a row a sample and scorer (``scores``, ``rewards``), a row a sample (``reward_summary``)."""
+"""Scores as tables and back: a row a sample and scorer (``scores``, ``rewards``), or a sample (``reward_summary``)."""
 
 import json
 from collections.abc import Mapping, Sequence

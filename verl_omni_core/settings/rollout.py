@@ -23,8 +23,12 @@ class RolloutSettings(Settings):
     agent_workers: int = Field(1, ge=1, description="Agent-loop workers that feed the engines.")
     agent_loop: str = Field("diffusion_single_turn_agent", description="Agent loop of rows that name none.")
     max_concurrency: int = Field(256, ge=1, description="Samples in flight in an agent-loop worker.")
+    prompt_length: int = Field(77, ge=1, description="Tokens to which prompts are padded in a batch.")
+    max_prompt_embed_length: int = Field(
+        512, ge=1, description="Rows to which prompt embeddings and reference rows are padded in a batch."
+    )
     request_timeout_s: float = Field(300, gt=0, description="Deadline of one generation request, seconds.")
     start_timeout_s: float = Field(300, gt=0, description="Deadline of an engine's start, seconds.")
-    max_attempts: int = Field(3, ge=1, description="Attempts a pack, on other replicas where there are any.")
-    failure: Literal["fail"] = Field("fail", description="What happens when a pack fails for good.")
+    max_attempts: int = Field(3, ge=1, description="Attempts a sample, on other replicas where there are any.")
+    failure: Literal["fail"] = Field("fail", description="What happens when a sample fails for good.")
     options: dict[str, Any] = Field({}, description="Further options of the engine, passed to it as they are.")

@@ -106,7 +106,7 @@ class RewardWorker:
             except TimeoutError:
                 reason = f"no score within {self._settings.timeout_s:g} s (reward.timeout_s)"
                 return Score(None, reason, timed_out=True), attempt
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - becomes a missing score with this reason
                 reason = f"{type(error).__name__}: {error}"
                 if not getattr(error, "retryable", True):
                     break
@@ -132,7 +132,7 @@ class RewardWorker:
             except TimeoutError as raised:
                 # the scorer's own, not the deadline's
                 error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            except Exception as raised:
+            except Exception as raised:  # noqa: BLE001 - raised where the call is awaited
                 error = raised
             if not loop.is_closed():
                 loop.call_soon_threadsafe(deliver, value, error)

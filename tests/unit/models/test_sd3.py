@@ -42,9 +42,7 @@ def _conditioning(
 def _euler(adapter: sd3.SD3Adapter, folder: str, guidance_scale: float, grid: str, seeds: list[int]) -> torch.Tensor:
     geometry = adapter.geometry(SIZE, SIZE, adapter.decoder_config(folder))
     schedule = adapter.schedule(geometry, STEPS, adapter.scheduler_config(folder), grid)
-    rows = {
-        name: tensor.expand(len(seeds), *tensor.shape) for name, tensor in _conditioning(adapter, folder).items()
-    }
+    rows = {name: tensor.expand(len(seeds), *tensor.shape) for name, tensor in _conditioning(adapter, folder).items()}
     latents = adapter.initial_latents(geometry, [torch.Generator().manual_seed(seed) for seed in seeds])
     denoiser = adapter.load_denoiser(folder, torch.float32)
     with torch.no_grad():

@@ -31,7 +31,8 @@ def scores_of(functions: dict) -> tuple[dict[str, Score], dict[str, float]]:
 def test_sum_and_extras_equal_verl_omni_where_missing_counts_as_zero(case: dict) -> None:
     scores, weights = scores_of(case["functions"])
     values, valid = combine({name: [score] for name, score in scores.items()}, weights, missing="zero")
-    assert values.tolist() == [pytest.approx(case["result"]["reward_score"], abs=1e-9)] and valid.tolist() == [True]
+    assert values.tolist() == [pytest.approx(case["result"]["reward_score"], abs=1e-9)]
+    assert valid.tolist() == [True]
     assert extras(scores, weights, missing="zero") == pytest.approx(case["result"]["reward_extra_info"], abs=1e-9)
 
 
@@ -48,12 +49,14 @@ def test_a_missing_score_makes_its_sample_invalid_and_no_other() -> None:
     scores = {"a": [Score(0.5), Score(None, "timeout"), Score(1.0)], "b": [Score(2.0), Score(2.0), Score(4.0)]}
     values, valid = combine(scores, {"a": 1.0, "b": 0.25})
     assert valid.tolist() == [True, False, True]
-    assert values[[0, 2]].tolist() == [1.0, 2.0] and np.isnan(values[1])
+    assert values[[0, 2]].tolist() == [1.0, 2.0]
+    assert np.isnan(values[1])
 
 
 def test_a_score_that_is_not_finite_is_invalid() -> None:
     values, valid = combine({"a": [Score(float("inf")), Score(1.0)]}, {"a": 1.0})
-    assert valid.tolist() == [False, True] and values[1] == 1.0
+    assert valid.tolist() == [False, True]
+    assert values[1] == 1.0
 
 
 def test_extras_of_an_incomplete_sample_have_no_combined_reward() -> None:
@@ -79,9 +82,10 @@ def test_two_real_scorers_add_up_as_in_flow_grpo(case: dict) -> None:
     lines = [(text, confidence) for text, confidence in case["ocr_lines"]]
     scores = {
         "jpeg_compressibility": jpeg_size.build(jpeg_size.Options()).score(items),
-        "ocr": ocr.OcrScorer(lambda pixels: lines, ocr.Options()).score(items),
+        "ocr": ocr.OcrScorer(lambda _: lines, ocr.Options()).score(items),
     }
     for name, column in scores.items():
         assert [score.value for score in column] == pytest.approx(case["details"][name], rel=0.02)
     values, valid = combine(scores, case["weights"])
-    assert values.tolist() == pytest.approx(case["details"]["avg"], rel=0.02) and valid.all()
+    assert values.tolist() == pytest.approx(case["details"]["avg"], rel=0.02)
+    assert valid.all()

@@ -29,7 +29,7 @@ def item(image: np.ndarray, prompt: str = "", ground_truth: str | None = None) -
 
 
 def scorer_reading(lines: list[tuple[str, float]]) -> ocr.OcrScorer:
-    return ocr.OcrScorer(lambda pixels: lines, ocr.Options())
+    return ocr.OcrScorer(lambda _: lines, ocr.Options())
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,11 @@ def test_score_of_read_lines_equals_flow_grpo(case: dict) -> None:
     lines = [(text, confidence) for text, confidence in case["ocr_lines"] or []]
     (score,) = scorer_reading(lines).score([item(BLANK, case["prompt"])])
     if "error" in case:
-        assert score.value is None and "quoted" in str(score.error)
+        assert score.value is None
+        assert "quoted" in str(score.error)
     else:
-        assert score.value == pytest.approx(case["reward"], abs=1e-9) and score.error is None
+        assert score.value == pytest.approx(case["reward"], abs=1e-9)
+        assert score.error is None
 
 
 @pytest.mark.parametrize("case", json.loads((GOLDEN / "ocr_genrm.json").read_text())["cases"])
@@ -86,7 +88,8 @@ def test_rapidocr_reads_rendered_text(reader: ocr.OcrScorer) -> None:
     image = picture("AB3K")
     perfect, wrong = reader.score([item(image, ground_truth="AB3K"), item(image, 'the word "ABXY"')])
     assert perfect == Score(1.0, extra={"text": "AB3K", "acc": 1.0, "read_length": 4.0})
-    assert wrong.value == 0.5 and wrong.extra["acc"] == 0.0
+    assert wrong.value == 0.5
+    assert wrong.extra["acc"] == 0.0
 
 
 def test_rapidocr_reads_coloured_text_and_nothing_in_a_blank_picture(reader: ocr.OcrScorer) -> None:
@@ -98,7 +101,8 @@ def test_rapidocr_reads_coloured_text_and_nothing_in_a_blank_picture(reader: ocr
         ]
     )
     assert coloured.value == 1.0
-    assert blank.value == 0.0 and blank.extra["text"] == ""
+    assert blank.value == 0.0
+    assert blank.extra["text"] == ""
     assert wanted_blank.value == 1.0
 
 
@@ -122,7 +126,9 @@ def test_loading_and_reading_log_nothing(capfd: pytest.CaptureFixture[str], capl
     with caplog.at_level(logging.INFO):
         ocr.build(ocr.Options()).score([item(BLANK, ground_truth="A")])
     captured = capfd.readouterr()
-    assert captured.out == "" and captured.err == "" and not caplog.records
+    assert captured.out == ""
+    assert captured.err == ""
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

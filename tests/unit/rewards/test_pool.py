@@ -80,5 +80,5 @@ def test_a_worker_that_finishes_nothing_is_given_up(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_pool_of_nobody_is_refused() -> None:
-    with pytest.raises(ConfigError, match="reward.workers"):
+    with pytest.raises(ConfigError, match=r"reward\.workers"):
         ScorerPool([], ["a"], timeout_s=1)

@@ -39,7 +39,8 @@ def test_scores_survive_the_table() -> None:
 def test_the_summary_has_one_reward_a_sample_and_none_where_a_score_is_missing() -> None:
     table = summary_table(SAMPLES, SCORES, SETTINGS)
     check_schema(table, "reward_summary")
-    assert table["rm_score"].to_pylist() == [0.0, None] and table["valid"].to_pylist() == [True, False]
+    assert table["rm_score"].to_pylist() == [0.0, None]
+    assert table["valid"].to_pylist() == [True, False]
     assert table["acc"].to_pylist() == [0.0, None]
     assert table["reward/jpeg_size"].to_pylist() == [-1.0, -2.0]
     assert "reward/ocr/text" not in table.column_names

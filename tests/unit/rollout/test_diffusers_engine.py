@@ -188,7 +188,9 @@ def test_an_adapter_for_another_network_is_an_error(tiny: str) -> None:
 
 
 def test_full_weights_are_taken_and_restored_bit_for_bit(tiny: str) -> None:
-    state = {name: tensor.clone() for name, tensor in sd3.build(None).load_denoiser(tiny, torch.float32).named_parameters()}
+    state = {
+        name: tensor.clone() for name, tensor in sd3.build(None).load_denoiser(tiny, torch.float32).named_parameters()
+    }
     moved = {name: tensor + 0.01 for name, tensor in state.items()}
 
     async def main() -> list[DiffusionOutput]:
@@ -215,7 +217,9 @@ def test_a_closed_or_sleeping_engine_refuses(tiny: str) -> None:
                 await engine.generate(_request(1))
             await engine.wake_up()
             await engine.generate(_request(1))
-            pending = asyncio.create_task(engine.generate(_request(2, sampling=replace(SAMPLING, num_inference_steps=300))))
+            pending = asyncio.create_task(
+                engine.generate(_request(2, sampling=replace(SAMPLING, num_inference_steps=300)))
+            )
             await asyncio.sleep(0.1)
             await engine.close()
             with pytest.raises(EngineError, match="closed"):

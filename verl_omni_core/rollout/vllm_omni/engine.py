@@ -102,7 +102,9 @@ class VLLMOmniEngine:
                 loaded, lora = await self._rpc("load_full_tensors", dict(update.tensors)), None
             if loaded["checksum"] != sent:
                 self._broken = f"version {update.version} arrived with another checksum"
-                raise ContractError(f"sent weights with checksum {sent}, the engine holds {loaded['checksum']}; restart it")
+                raise ContractError(
+                    f"sent weights with checksum {sent}, the engine holds {loaded['checksum']}; restart it"
+                )
             self._broken, self._lora = None, lora
             self._loaded = LoadedWeights(update.version, loaded["bound"], loaded["checksum"])
         return self._loaded
@@ -183,7 +185,9 @@ class VLLMOmniEngine:
         try:
             replies = await asyncio.wait_for(self._until_stopped(call), self._options.request_timeout_s)
         except TimeoutError:
-            raise DeadlineError(f"the engine did not answer {method} within {self._options.request_timeout_s} s") from None
+            raise DeadlineError(
+                f"the engine did not answer {method} within {self._options.request_timeout_s} s"
+            ) from None
         except VerlOmniError:
             raise
         except Exception as error:
@@ -318,7 +322,9 @@ def _architecture(path: str) -> str:
     try:
         return json.loads(Path(path, "model_index.json").read_text())["_class_name"]
     except (OSError, KeyError, ValueError) as error:
-        raise ConfigError(f"model.path {path!r} is no pipeline folder ({error!r}); give one in diffusers format") from None
+        raise ConfigError(
+            f"model.path {path!r} is no pipeline folder ({error!r}); give one in diffusers format"
+        ) from None
 
 
 def _typed(request_id: str, error: Exception) -> VerlOmniError:

@@ -1,0 +1,50 @@
+"""Policy versions as files: a folder of safetensors that peft and diffusers also read, and that rebuilds a replica."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from verl_omni_core.errors import StoreError
+from verl_omni_core.rollout._contract import WeightUpdate
+
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_FULL = "diffusion_pytorch_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+
+
+def write_update(folder: str | Path, update: WeightUpdate) -> list[Path]:
+    """Write the tensors, and for an adapter its peft config, into ``folder``; returns the files.
+
+    An adapter's folder loads with ``PeftModel.from_pretrained``.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = _PEFT_PREFIX if update.kind == "lora" else ""
+    tensors = {prefix + name: tensor.detach().cpu().contiguous() for name, tensor in update.tensors.items()}
+    weights = folder / (_ADAPTER if update.kind == "lora" else _FULL)
+    save_file(tensors, weights)
+    if update.kind != "lora":
+        return [weights]
+    config = folder / _ADAPTER_CONFIG
+    config.write_text(json.dumps({"peft_type": "LORA", **(update.peft_config or {})}, indent=1, sort_keys=True))
+    return [weights, config]
+
+
+def read_update(folder: str | Path, version: int) -> WeightUpdate:
+    """Return what ``folder`` holds, as policy version ``version``.
+
+    Raises:
+        StoreError: neither an adapter nor full weights are there, or an adapter without its config.
+    """
+    folder = Path(folder)
+    if (folder / _ADAPTER).is_file():
+        if not (folder / _ADAPTER_CONFIG).is_file():
+            raise StoreError(f"{str(folder)!r} holds {_ADAPTER} without {_ADAPTER_CONFIG}; write both")
+        config = json.loads((folder / _ADAPTER_CONFIG).read_text())
+        named = load_file(folder / _ADAPTER)
+        tensors = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in named.items()}
+        return WeightUpdate(version, "lora", tensors, config)
+    if (folder / _FULL).is_file():
+        return WeightUpdate(version, "full", load_file(folder / _FULL))
+    raise StoreError(f"{str(folder)!r} holds neither {_ADAPTER} nor {_FULL}; give the folder of one policy version")
