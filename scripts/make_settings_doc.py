@@ -1,4 +1,4 @@
-"""Write docs/settings.md from the settings tree: every setting with our name, VeRL-Omni's, default, unit and meaning."""
+"""Write docs/settings.md from the settings tree: every setting with its name, VeRL-Omni's, default, unit, meaning."""
 
 import argparse
 import sys
@@ -80,7 +80,8 @@ def _default(setting: Any) -> str:
 
 
 def _components() -> Iterator[str]:
-    yield "## Components\n\nA name may also be `package.module` or `package.module:attribute` of code outside this tree.\n"
+    yield "## Components\n"
+    yield "A name may also be `package.module` or `package.module:attribute` of code outside this tree.\n"
     yield "| setting | kind | names |"
     yield "|---|---|---|"
     settings = {

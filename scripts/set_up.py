@@ -1,7 +1,7 @@
 """Make the project's virtual environment, or do nothing if it is up to date. Standard library only.
 
-Two pip installs, because the engine's metadata asks for CUDA builds that a CPU never runs: ``requirements/cpu.txt`` with
-dependencies, then ``requirements/cpu-nodeps.txt`` without. A stamp with a digest of everything that decides the
+Two pip installs, because the engine's metadata asks for CUDA builds that a CPU never runs: ``requirements/cpu.txt``
+with dependencies, then ``requirements/cpu-nodeps.txt`` without. A stamp with a digest of everything that decides the
 environment is written last, so an interrupted run starts over where pip left off and a second run returns at once.
 """
 

@@ -4,6 +4,7 @@ A component is a module with
 
 * ``Options``: a frozen dataclass of its settings; names that :class:`AlgorithmSettings` also has are filled from there,
 * ``EVALUATION``: how the trainer evaluates the policy; ``"replay"`` scores stored stochastic steps,
+* ``COMPARES_GROUP``: whether advantages compare the samples of a prompt, so that a group needs two; true if not given,
 * ``REQUIRES``: tensors that the loss always reads besides the current policy's outputs,
 * ``requires(options) -> tuple[str, ...]``: all tensors that it reads under these options,
 * ``advantages(rewards, group_ids, valid, options) -> Tensor [N]``,

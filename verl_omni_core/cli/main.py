@@ -10,7 +10,6 @@ import sys
 import traceback
 from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -26,7 +25,7 @@ FAILED = 1
 class _ReportingGroup(TyperGroup):
     """Ends with one message and an exit code instead of a traceback, for errors that this package raises on purpose."""
 
-    def invoke(self, context: click.Context) -> Any:
+    def invoke(self, context: Any) -> Any:
         try:
             return super().invoke(context)
         except VerlOmniError as error:

@@ -104,7 +104,11 @@ class EngineInfo:
 
 
 class RolloutEngine(Protocol):
-    """A component's ``build(options: EngineOptions)`` returns one, started."""
+    """A component's ``build(options: EngineOptions)`` returns one, started.
+
+    A component may also have ``installed_version() -> str``, which tells the version of the engine's package before
+    anything starts, and raises ConfigError where it is missing or was not tested.
+    """
 
     async def generate(self, request: SampleRequest) -> DiffusionOutput: ...
 

@@ -19,6 +19,8 @@ class Settings(BaseModel):
         takes_text = any(kind in (str, Any) or get_origin(kind) is Literal for kind in kinds | {annotation})
         if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
             raise ValueError("a truth value where a number is expected")
+        if isinstance(value, int | float) and not isinstance(value, bool) and bool in kinds:
+            raise ValueError("a number where a truth value is expected")
         if isinstance(value, str) and kinds & {int, float, bool} and not takes_text:
             raise ValueError("text where a number or truth value is expected")
         return value

@@ -135,8 +135,8 @@ def _model(found: CheckedRun) -> None:
     if index.get("_class_name") != adapter.facts.pipeline_class:
         raise ConfigError(
             f"model.path {found.config.model.path!r} holds a {index.get('_class_name')}, but model.name "
-            f"{found.config.model.name!r} is for {adapter.facts.pipeline_class}; choose the model of that pipeline from "
-            f"{', '.join(registry.names('model'))}, or another folder"
+            f"{found.config.model.name!r} is for {adapter.facts.pipeline_class}; choose another folder, or that "
+            f"pipeline's model from {', '.join(registry.names('model'))}"
         )
     adapter.geometry(sampler.height, sampler.width, adapter.decoder_config(str(found.model_path)))
 

@@ -180,10 +180,10 @@ def _merge(layers: list[Layer]) -> RunConfig:
     if unknown:
         raise UnknownNameError("\n".join(unknown))
 
-    class Sources(RunConfig, BaseSettings):
+    class Sources(BaseSettings, RunConfig):  # type: ignore[misc]  # both only add keys to the model's configuration
         @classmethod
         def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], **_: PydanticBaseSettingsSource
+            cls, settings_cls: type[BaseSettings], *_: Any, **__: Any
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return tuple(_Source(settings_cls, layer) for layer in layers)
 

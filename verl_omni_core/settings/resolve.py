@@ -100,13 +100,13 @@ def model_path(config: RunConfig) -> Path:
     if not folder.is_dir():
         hub = f", or download that model first (hf download {given})" if is_hub_id else ""
         raise ConfigError(
-            f"model.path is {given!r}, but {str(folder)!r} does not exist; give a pipeline folder in diffusers format or "
-            f"'{GLYPH}' for the embedded model{hub}"
+            f"model.path is {given!r}, but {str(folder)!r} does not exist; give a pipeline folder in diffusers "
+            f"format or '{GLYPH}' for the embedded model{hub}"
         )
     if not (folder / "model_index.json").is_file():
         raise ConfigError(
-            f"model.path is {given!r}, but {str(folder)!r} has no model_index.json; give the folder of a whole pipeline "
-            "in diffusers format, not of one of its parts"
+            f"model.path is {given!r}, but {str(folder)!r} has no model_index.json; give the folder of a whole "
+            "pipeline in diffusers format, not of one of its parts"
         )
     return folder
 

@@ -62,7 +62,7 @@ class ClusterSettings(Settings):
 
 
 class RunConfig(Settings):
-    """One run, resolved. It reads no environment: :mod:`verl_omni_core.settings.loader` does, where a command is typed."""
+    """One run, resolved. Reads no environment: :mod:`verl_omni_core.settings.loader` does, where a command is typed."""
 
     run: RunSettings = Field(RunSettings(), description="Length, identity and place of the run.")
     model: ModelSettings = Field(ModelSettings(), description="The generator that is trained.")

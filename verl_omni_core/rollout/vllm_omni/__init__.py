@@ -13,3 +13,14 @@ async def build(options: EngineOptions) -> RolloutEngine:
     from verl_omni_core.rollout.vllm_omni.engine import start
 
     return await start(options)
+
+
+def installed_version() -> str:
+    """Return the version of the engine's package.
+
+    Raises:
+        ConfigError: it is not installed, or of a version that was not tested.
+    """
+    from verl_omni_core.rollout.vllm_omni import compat
+
+    return compat.installed_version()

@@ -1,0 +1,116 @@
+"""The command line: exit codes, one message, and the settings it prints."""
+
+import tomllib
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from verl_omni_core import errors
+from verl_omni_core.cli import main
+from verl_omni_core.cli.config import toml_value
+
+LOOP = "rollout.agent_loop=types:SimpleNamespace"
+PROFILE = "glyph-flow_grpo-ocr-cpu"
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(main.app, list(arguments))
+
+
+def test_config_prints_every_setting_with_its_origin(monkeypatch):
+    monkeypatch.setenv("VERL_OMNI_RUN__SEED", "7")
+    done = invoke("config", PROFILE, "--set", "run.steps=4")
+    assert done.exit_code == 0
+    lines = {line.partition(" = ")[0]: line for line in reversed(done.stdout.splitlines())}  # the first of a name stays
+    assert lines["steps"].endswith("# --set run.steps=4")
+    assert lines["seed"].endswith("# environment VERL_OMNI_RUN__SEED")
+    assert lines["grid"].endswith(f"# profile {PROFILE}")
+    assert lines["store"].endswith("# default")
+
+
+def test_config_prints_a_profile_that_resolves_to_itself(tmp_path):
+    from verl_omni_core.settings.loader import load
+
+    printed = invoke("config", PROFILE, "--set", "algorithm.options={std_epsilon=1e-4}").stdout
+    assert tomllib.loads(printed)["run"]["steps"] == 30
+    path = tmp_path / "again.toml"
+    path.write_text(printed)
+    expected = load(PROFILE, overrides=["algorithm.options.std_epsilon=1e-4"], environ={}).config
+    assert load(path, environ={}).config == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("config", "no-such-profile"),
+        ("config", PROFILE, "--set", "rollout.n=4"),
+        ("config", PROFILE, "--set", "run.steps=x"),
+        ("config", PROFILE, "--check", "--set", "data.train=nowhere.parquet", "--set", LOOP),
+    ],
+)
+def test_settings_that_cannot_work_end_with_one_message_and_code_2(arguments):
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Error: ") and "Traceback" not in done.stderr
+
+
+def test_an_unknown_option_ends_with_code_2():
+    assert invoke("config", "--no-such-option").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("x"), 2),
+        (errors.UnknownNameError("x"), 2),
+        (errors.DataError("x"), 2),
+        (errors.EngineError("x"), 1),
+        (errors.StoreError("x"), 1),
+        (errors.FencedError("x"), 1),
+    ],
+)
+def test_exit_code_tells_what_cannot_start_from_what_failed(error, code):
+    app = typer.Typer(cls=main._ReportingGroup)
+    app.callback()(main._options)
+
+    @app.command()
+    def fail() -> None:
+        raise error
+
+    done = CliRunner().invoke(app, ["fail"])
+    assert done.exit_code == code and done.stderr == "Error: x\n"
+    shown = CliRunner().invoke(app, ["--debug", "fail"])
+    assert shown.exit_code == code and "Traceback" in shown.stderr
+
+
+def test_an_unexpected_error_is_not_swallowed():
+    app = typer.Typer(cls=main._ReportingGroup)
+    app.callback()(main._options)
+
+    @app.command()
+    def fail() -> None:
+        raise KeyError("a bug")
+
+    assert isinstance(CliRunner().invoke(app, ["fail"]).exception, KeyError)
+
+
+def test_version_is_printed():
+    import verl_omni_core
+
+    assert invoke("--version").stdout.strip() == verl_omni_core.__version__
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"),
+        (1e-5, "1e-05"),
+        ('a"b', '"a\\"b"'),
+        (["a", 1], '["a", 1]'),
+        ({"a b": 1, "c": None, "d": {"e": 2}}, '{ "a b" = 1, d = { e = 2 } }'),
+    ],
+)
+def test_values_are_written_as_toml(value, text):
+    assert toml_value(value) == text
+    tomllib.loads(f"value = {text}")

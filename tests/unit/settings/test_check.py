@@ -1,0 +1,240 @@
+"""Bad input ends before anything starts, in one readable message."""
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from verl_omni_core import registry
+from verl_omni_core.errors import ConfigError, DataError, UnknownNameError
+from verl_omni_core.settings import resolve
+from verl_omni_core.settings.check import check
+from verl_omni_core.settings.loader import load
+
+PROMPTS = [{"prompt": f"word {n}", "ground_truth": f"word {n}"} for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny pipeline folder with real tokenizers."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    registry.component("model", "sd3").build(None).build_tiny(str(folder), seed=0)
+    return folder
+
+
+def write(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def run(model, tmp_path):
+    """Return a run's settings that are good but for what is given."""
+    prompts = write(tmp_path / "prompts.jsonl", PROMPTS)
+
+    def make(**changes):
+        good = {
+            "model.path": str(model),
+            "data.train": prompts,
+            "data.validation": prompts,
+            "rollout.agent_loop": "types:SimpleNamespace",
+            "rollout.name": "diffusers",
+        }
+        explicit = good | {name.replace("__", "."): value for name, value in changes.items()}
+        return load("glyph-flow_grpo-ocr-cpu", explicit=explicit, environ={}).config
+
+    return make
+
+
+def refusal(config, error=ConfigError):
+    with pytest.raises(error) as caught:
+        check(config)
+    return str(caught.value)
+
+
+def test_a_good_run_passes_and_is_described(run, model):
+    found = check(run())
+    assert found.model_path == model
+    assert found.rows == {"train": 4, "validation": 4}
+    assert found.notes == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "key", "nearest"),
+    [
+        ("model__name", "sd4", "model.name", "'sd3'"),
+        ("algorithm__name", "flow_gpro", "algorithm.name", "'flow_grpo'"),
+        ("sampler__name", "flow_sed", "sampler.name", "'flow_sde'"),
+        ("rollout__name", "vllm_omi", "rollout.name", "'vllm_omni'"),
+        ("reward__scorers", [{"name": "ocrr"}], "reward.scorers", "'ocr'"),
+        ("reward__scorers", [{"name": "ocr", "options": {"upscal": 2}}], "reward.scorers", "'upscale'"),
+        ("algorithm__options", {"std_epsilo": 1}, "algorithm.options", "'std_epsilon'"),
+    ],
+)
+def test_unknown_components_and_options_are_answered_with_the_nearest(run, setting, value, key, nearest):
+    message = refusal(run(**{setting: value}), ConfigError if setting == "algorithm__name" else UnknownNameError)
+    assert message.startswith(f"{key}: ") and nearest in message
+    assert "\n" not in message
+
+
+def test_an_option_out_of_range_is_refused(run):
+    message = refusal(run(reward__scorers=[{"name": "ocr", "options": {"upscale": 99}}]))
+    assert "upscale" in message and "16" in message and "99" in message
+
+
+def test_a_package_outside_the_tree_that_is_missing_is_told(run):
+    message = refusal(run(reward__scorers=[{"name": "no_such_package.scorer"}]))
+    assert "no_such_package.scorer" in message and "install" in message
+
+
+def test_a_group_of_one_is_refused_where_groups_are_compared(run):
+    message = refusal(run(rollout__group_size=1))
+    assert "rollout.group_size is 1" in message and "at least 2" in message
+
+
+def test_a_group_of_one_is_allowed_where_groups_are_not_compared(run, monkeypatch):
+    algorithm = registry.component("algorithm", "flow_grpo")
+    monkeypatch.setattr(algorithm, "COMPARES_GROUP", False, raising=False)
+    check(run(rollout__group_size=1))
+
+
+def test_prompts_that_updates_do_not_divide_are_refused(run):
+    with pytest.raises(ConfigError, match=r"training.prompts_per_update is 5.*data.prompts_per_step 12; use one of"):
+        run(training__prompts_per_update=5)
+
+
+@pytest.mark.parametrize("changes", [{"training__micro_batch": 7}, {"training__ranks": 2, "training__micro_batch": 5}])
+def test_uneven_micro_batches_and_ranks_are_legal(run, changes):
+    check(run(**changes))
+
+
+def test_a_size_that_the_vae_cannot_make_is_refused_with_the_nearest(run):
+    message = refusal(run(sampler__height=40, sampler__width=100))
+    assert "sampler.height is 40" in message and "32 or 48" in message
+
+
+def test_a_deterministic_sampler_is_refused_where_ratios_are_needed(run):
+    message = refusal(run(sampler__name="ode"))
+    assert "sampler.name is 'ode'" in message and "flow_sde" in message
+    assert "sampler.noise_level is 0" in refusal(run(sampler__noise_level=0.0))
+
+
+@pytest.mark.parametrize("bounds", [[3, 2], [-1, 3], [0, 9], [2, 2]])
+def test_a_window_outside_the_steps_is_refused(run, bounds):
+    assert "within [0, 8]" in refusal(run(sampler__sde_window_range=bounds, sampler__sde_window_size=1))
+
+
+def test_a_window_wider_than_its_range_is_refused(run):
+    assert "at most 4" in refusal(run(sampler__sde_window_size=5))
+
+
+def test_a_missing_model_folder_is_told(run, tmp_path):
+    assert "model.path is 'nowhere'" in refusal(run(model__path="nowhere"))
+    assert "hf download some/where" in refusal(run(model__path="some/where"))
+    assert "model_index.json" in refusal(run(model__path=str(tmp_path)))
+
+
+def test_another_pipelines_folder_is_refused(run, tmp_path):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    message = refusal(run(model__path=str(tmp_path)))
+    assert "FluxPipeline" in message and "StableDiffusion3Pipeline" in message
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_missing_data_file_is_told(run, split):
+    message = refusal(run(**{f"data__{split}": "nowhere.parquet"}), DataError)
+    assert f"data.{split} is 'nowhere.parquet'" in message
+
+
+def test_data_without_the_prompt_column_is_refused_with_the_nearest(run):
+    message = refusal(run(data__prompt_column="promt"), DataError)
+    assert "data.train" in message and "'promt'" in message and "'prompt'" in message
+
+
+def test_an_empty_data_set_is_refused(run, tmp_path):
+    assert "has no rows" in refusal(run(data__train=write(tmp_path / "none.jsonl", [])), DataError)
+
+
+def test_an_unreadable_row_is_reported_with_its_number(run, tmp_path):
+    path = tmp_path / "torn.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": \n{"prompt": "d"}\n')
+    assert "row 2 (line 3)" in refusal(run(data__train=str(path)), DataError)
+
+
+def test_a_prompt_longer_than_an_encoder_takes_is_refused_or_cut_and_counted(run, tmp_path):
+    prompts = write(tmp_path / "long.jsonl", [*PROMPTS, {"prompt": "word " * 200}, {"prompt": "w " * 300}])
+    message = refusal(run(data__train=prompts), DataError)
+    assert "data.train, row 4" in message and "data.overlong" in message and "takes" in message
+    found = check(run(data__train=prompts, data__overlong="truncate"))
+    assert found.truncated == {"train": 2, "validation": 0}
+    assert found.notes == ["data.train: 2 of 6 prompts are longer than a text encoder takes and are cut"]
+
+
+def test_an_engine_that_is_missing_or_untested_is_refused(run, monkeypatch):
+    engine = ModuleType("outside_engine")
+
+    def installed_version():
+        raise ConfigError("rollout.name is 'x', but x 9.9 was not tested; install one of 0.30.0")
+
+    engine.installed_version = installed_version
+    outside = ModuleType("outside")
+    outside.engine = engine
+    monkeypatch.setitem(sys.modules, "outside", outside)
+    assert "x 9.9 was not tested" in refusal(run(rollout__name="outside:engine"))
+
+
+@pytest.mark.parametrize("version", [None, "0.25.0", "0.31.0"])
+def test_vllm_omni_itself_is_refused_when_missing_or_untested(run, monkeypatch, version):
+    import importlib.metadata
+
+    real = importlib.metadata.version
+
+    def pretended(name):
+        if name != "vllm-omni":
+            return real(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", pretended)
+    message = refusal(run(rollout__name="vllm_omni"))
+    assert "0.30.0" in message and ("not installed" in message if version is None else version in message)
+
+
+def test_all_faults_come_in_one_message(run):
+    message = refusal(run(rollout__group_size=1, sampler__height=33, data__train="nowhere.parquet"))
+    assert len(message.splitlines()) == 3
+
+
+def test_a_shared_setting_that_an_algorithm_lacks_is_refused(run, monkeypatch):
+    from dataclasses import make_dataclass
+
+    algorithm = registry.component("algorithm", "flow_grpo")
+    monkeypatch.setattr(algorithm, "Options", make_dataclass("Options", [("clip_range", float, 1e-4)], frozen=True))
+    message = refusal(run(algorithm__kl_coef=0.5))
+    assert "algorithm.kl_coef is 0.5" in message and "clip_range" in message
+
+
+def test_a_shared_setting_given_twice_is_refused(run):
+    message = refusal(run(algorithm__clip_range=1e-3, algorithm__options={"clip_range": 1e-3}))
+    assert "algorithm.clip_range and algorithm.options.clip_range" in message
+
+
+def test_unset_shared_settings_take_the_algorithms_own_default(run):
+    options = resolve.algorithm_options(run(algorithm__adv_clip=2.0))
+    default = registry.options("algorithm", "flow_grpo", {})
+    assert options.adv_clip == 2.0 and options.clip_range == 1e-3
+    assert options.global_std == default.global_std
+
+
+def test_checking_writes_nothing(run, tmp_path, monkeypatch):
+    config = run()
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    check(config)
+    with pytest.raises(ConfigError):
+        check(run(rollout__group_size=1))
+    assert sorted(tmp_path.rglob("*")) == before
