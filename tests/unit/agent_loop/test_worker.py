@@ -150,6 +150,7 @@ def test_a_transient_failure_is_drawn_again_with_the_same_seed() -> None:
         ("s1", identity.sample_seed(42, 1, 1)),
         ("s1-retry1", identity.sample_seed(42, 1, 1)),
     ]
+    assert client.attempts == [0, 0, 1]
     assert out.non_tensor_batch["attempts"].tolist() == [1, 2]
 
 

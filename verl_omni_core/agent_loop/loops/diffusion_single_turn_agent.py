@@ -39,7 +39,7 @@ class DiffusionSingleTurnAgentLoop:
             pack=row.get("pack"),
         )
         started = time.perf_counter()
-        output = await self._client.generate(request, row["route_key"])
+        output = await self._client.generate(request, row["route_key"], attempt=row.get("attempt", 0))
         seconds = time.perf_counter() - started
         return DiffusionAgentLoopOutput(
             prompt_ids=[int(token) for token in self._tokenizer(prompt)] if self._tokenizer else [],
