@@ -140,7 +140,7 @@ class DiffusersFSDPEngine(lora.LoRAAdapterMixin):
         """Compute without gradient inside, with the network that is yielded.
 
         Args:
-            network: ``policy``; ``ema``, the policy's average; ``reference``, the network before training (for
+            network: ``policy``; ``average``, the policy's average; ``reference``, the network before training (for
                 adapters the base without any, also after a warm start); or the name of another adapter.
         """
         self.module.eval()
@@ -233,14 +233,14 @@ class DiffusersFSDPEngine(lora.LoRAAdapterMixin):
         All ranks must walk through the pairs together.
 
         Args:
-            network: ``policy``, ``ema``, or the name of another adapter.
+            network: ``policy``, ``average``, or the name of another adapter.
         Returns: the adapter's tensors by peft's names without a model prefix and its configuration; where all parameters
             train, diffusers' names and none.
         """
         if self.lora_config is None:
             named = self._trained(network)
             return ((name, sharding.full(tensor)) for name, tensor in named.items()), None
-        if network in ("policy", "ema"):
+        if network in ("policy", "average"):
             named = {name.replace(f".{lora.POLICY}.weight", ".weight"): t for name, t in self._trained(network).items()}
         else:
             sharding.reshard(self.module)
@@ -285,7 +285,7 @@ class DiffusersFSDPEngine(lora.LoRAAdapterMixin):
     def _network(self, name: str) -> Iterator[nn.Module]:
         if name == "policy":
             yield self.module
-        elif name == "ema":
+        elif name == "average":
             average = self._average()
             sharding.reshard(self.module)
             with average.applied():
@@ -300,7 +300,7 @@ class DiffusersFSDPEngine(lora.LoRAAdapterMixin):
                 yield self.module
 
     def _trained(self, network: str) -> dict[str, Tensor]:
-        if network == "ema":
+        if network == "average":
             return dict(self._average().tensors)
         return dict(self.trainable)
 

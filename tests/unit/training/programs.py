@@ -93,7 +93,7 @@ def one_step(made: Any, batch: Any) -> dict[str, Any]:
     outcome = made.forward_backward_batch(batch, tiny.policy_gradient())
     made.optimizer_step()
     made.lr_scheduler_step()
-    average = {name: tensor.clone() for name, tensor in made.get_per_tensor_param("ema")[0]}
+    average = {name: tensor.clone() for name, tensor in made.get_per_tensor_param("average")[0]}
     return {"metrics": outcome.metrics, "parameters": tiny.parameters(made), "ema": average}
 
 
