@@ -16,7 +16,7 @@ def window_envelope(
     *,
     num_inference_steps: int,
     size: int | None,
-    range: tuple[int, int] | None,  # noqa: A002 - the setting's name
+    range: tuple[int, int] | None,
 ) -> tuple[int, int, int]:
     """Return ``(low, high, size)``: windows of ``size`` steps lie in ``[low, high)``.
 
@@ -50,7 +50,7 @@ def window_of_step(
     *,
     num_inference_steps: int,
     size: int | None,
-    range: tuple[int, int] | None,  # noqa: A002 - the setting's name
+    range: tuple[int, int] | None,
     strategy: str = "random",
 ) -> tuple[int, int]:
     """Return the half-open window of a training step.
