@@ -169,8 +169,8 @@ def test_validation_stores_pictures_and_no_latents(store: RunStore) -> None:
 
 def test_embeddings_that_differ_within_a_prompt_are_refused(store: RunStore) -> None:
     class Drifting(Client):
-        async def generate(self, request: SampleRequest, route_key: str) -> DiffusionOutput:
-            output = await super().generate(request, route_key)
+        async def generate(self, request: SampleRequest, route_key: str, *, attempt: int = 0) -> DiffusionOutput:
+            output = await super().generate(request, route_key, attempt=attempt)
             output.extra_fields["prompt_embeds"] = torch.randn(
                 5, 8, generator=torch.Generator().manual_seed(request.seed)
             )

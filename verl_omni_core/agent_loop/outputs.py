@@ -16,8 +16,6 @@ from verl_omni_core.batches.embeddings import EMBEDDINGS, pad_condition_rows, pa
 from verl_omni_core.errors import ContractError
 from verl_omni_core.rewards._contract import Score
 
-TIMINGS = ("generate_sequences", "tool_calls", "compute_score")
-
 
 @dataclass
 class AgentLoopMetrics:
@@ -121,27 +119,6 @@ def join_batches(parts: Sequence[DataProto]) -> DataProto:
     return DataProto.concat(
         [_with_rewards(part, own - shared, shared, scored) for part, own in zip(parts, keys, strict=True)]
     )
-
-
-def agent_loop_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce the timings of samples to the step's metrics.
-
-    Args:
-        metrics: ``meta_info["metrics"]`` of a batch.
-    Returns: ``agent_loop/<timing>/min``, ``/max``, ``/mean``; the same of ``num_preempted`` over samples whose engine
-        counts; ``agent_loop/slowest/<timing>`` of the sample that took longest. Seconds.
-    """
-    if not metrics:
-        return {}
-    found: dict[str, float] = {}
-    for name in (*TIMINGS, "num_preempted"):
-        values = [float(row[name]) for row in metrics if name in TIMINGS or row[name] >= 0]
-        if values:
-            found[f"agent_loop/{name}/min"] = min(values)
-            found[f"agent_loop/{name}/max"] = max(values)
-            found[f"agent_loop/{name}/mean"] = sum(values) / len(values)
-    slowest = max(metrics, key=lambda row: sum(row[name] for name in TIMINGS))
-    return found | {f"agent_loop/slowest/{name}": float(slowest[name]) for name in TIMINGS}
 
 
 def _prompts(ids: Sequence[Sequence[int]], length: int) -> dict[str, Tensor]:

@@ -176,7 +176,7 @@ class DiffusionAgentLoopWorker:
         for attempt in range(1, most + 1):
             request_id = row["sample_id"] if attempt == 1 else f"{row['sample_id']}-retry{attempt - 1}"
             try:
-                output = await loop.run(sampling, **{**row, "request_id": request_id})
+                output = await loop.run(sampling, **{**row, "request_id": request_id, "attempt": attempt - 1})
             except Exception as error:  # noqa: BLE001 - a failed sample is a row with its error
                 if attempt == most or not getattr(error, "retryable", False):
                     return SampleFailure(row["sample_id"], error, attempt)

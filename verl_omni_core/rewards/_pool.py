@@ -1,6 +1,7 @@
 """Send samples to the reward worker that has least to do, and live with a worker that dies or hangs."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from verl_omni_core.rewards._contract import Score, ScoringItem
 
 _PING_S = 30.0
 _GRACE_S = 10.0
+_AGAIN_S = 60.0
+"""After this long a lost worker is asked again: an actor may have been restarted."""
 
 
 class ScorerPool:
@@ -28,7 +31,7 @@ class ScorerPool:
         self._scorers = list(scorers)
         self._timeout_s = timeout_s
         self._in_flight = [0] * len(self._workers)
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, tuple[float, str]] = {}
 
     @property
     def in_flight(self) -> list[int]:
@@ -40,24 +43,30 @@ class ScorerPool:
 
         Returns: the scores by scorer; all missing, with the reason, if no worker is left.
         """
+        tried: set[int] = set()
         while True:
-            alive = [i for i in range(len(self._workers)) if i not in self._lost]
+            alive = [i for i in range(len(self._workers)) if i not in tried and self._may_live(i)]
             if not alive:
-                reason = f"all reward workers are lost: {'; '.join(self._lost.values())}"
+                reason = f"all reward workers are lost: {'; '.join(why for _, why in self._lost.values())}"
                 return {name: Score(None, reason) for name in self._scorers}
             chosen = min(alive, key=lambda i: (self._in_flight[i], i))
+            tried.add(chosen)
             self._in_flight[chosen] += 1
             try:
                 (scores,) = await self._ask(chosen, item)
+                self._lost.pop(chosen, None)
                 return scores
             except Exception as error:  # noqa: BLE001 - a sample's failure is a score; this is the worker's own end
-                self._lost[chosen] = f"worker {chosen}: {type(error).__name__}: {error}"
+                self._lost[chosen] = (time.monotonic(), f"worker {chosen}: {type(error).__name__}: {error}")
             finally:
                 self._in_flight[chosen] -= 1
 
     async def score_all(self, items: Sequence[ScoringItem]) -> list[dict[str, Score]]:
         """Score samples side by side; results in order."""
         return list(await asyncio.gather(*(self.score(item) for item in items)))
+
+    def _may_live(self, index: int) -> bool:
+        return index not in self._lost or time.monotonic() - self._lost[index][0] > _AGAIN_S
 
     async def _ask(self, index: int, item: ScoringItem) -> list[dict[str, Score]]:
         worker = self._workers[index]

@@ -59,6 +59,8 @@ VERL_OMNI: Mapping[str, tuple[str, ...]] = {
     "rollout.agent_workers": (_ROLLOUT + "agent.num_workers",),
     "rollout.agent_loop": (_ROLLOUT + "agent.default_agent_loop",),
     "rollout.max_concurrency": (_ROLLOUT + "agent.max_concurrency",),
+    "rollout.prompt_length": (_ROLLOUT + "prompt_length", "data.max_prompt_length"),
+    "rollout.max_prompt_embed_length": (_ROLLOUT + "max_prompt_embed_length",),
     "rollout.start_timeout_s": (_ENGINE + "init_timeout", _ENGINE + "stage_init_timeout"),
     "rollout.failure": ("rollout.required",),
     "rollout.options": (_ROLLOUT + "engine_kwargs",),

@@ -29,6 +29,6 @@ class RolloutSettings(Settings):
     )
     request_timeout_s: float = Field(300, gt=0, description="Deadline of one generation request, seconds.")
     start_timeout_s: float = Field(300, gt=0, description="Deadline of an engine's start, seconds.")
-    max_attempts: int = Field(3, ge=1, description="Attempts a sample, on other replicas where there are any.")
+    max_attempts: int = Field(3, ge=1, description="Attempts at a sample, and at a pack that lacks samples.")
     failure: Literal["fail"] = Field("fail", description="What happens when a sample fails for good.")
     options: dict[str, Any] = Field({}, description="Further options of the engine, passed to it as they are.")

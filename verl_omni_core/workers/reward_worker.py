@@ -126,7 +126,8 @@ class RewardWorker:
                 result.set_exception(error)
 
         def run() -> None:
-            value, error = None, None
+            value: Any = None
+            error: BaseException | None = None
             try:
                 value = function()
             except TimeoutError as raised:

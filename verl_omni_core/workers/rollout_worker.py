@@ -83,7 +83,8 @@ def packs_of(
     Packs depend on the sample indices alone, never on workers. Each prompt's embeddings are written by the first pack
     that draws a sample of it, so that their table has every prompt once.
     """
-    packs, written = [], set()
+    packs: list[PackTask] = []
+    written: set[str] = set()
     prompt_uids = pa.array(prompts.column(columns.UID).combine_chunks())
     for shard, start in enumerate(range(0, requests.num_rows, pack_size)):
         rows = requests.take(list(range(start, min(start + pack_size, requests.num_rows))))
@@ -173,7 +174,7 @@ class RolloutWorker:
             files=tuple(files),
             rows=len(results) - len(failures),
             failed=len(failures),
-            first_error=first and f"{first.sample_id}: {type(first.error).__name__}: {first.error}",
+            first_error=f"{first.sample_id}: {type(first.error).__name__}: {first.error}" if first else None,
             metrics=tuple(vars(r.metrics).copy() for r in results if isinstance(r, DiffusionAgentLoopOutput)),
         )
 

@@ -26,10 +26,12 @@ class Client:
         self.delay_s, self.fail, self.version = delay_s, fail, version
         self.requests: list[SampleRequest] = []
         self.route_keys: list[str] = []
+        self.attempts: list[int] = []
         self.running = self.most = 0
 
-    async def generate(self, request: SampleRequest, route_key: str) -> DiffusionOutput:
+    async def generate(self, request: SampleRequest, route_key: str, *, attempt: int = 0) -> DiffusionOutput:
         self.requests.append(request)
+        self.attempts.append(attempt)
         self.route_keys.append(route_key)
         self.running += 1
         self.most = max(self.most, self.running)

@@ -10,7 +10,8 @@ import torch
 from tests.unit.agent_loop.fake_client import WINDOW, Client, batch, config, draw
 from verl_omni_core import identity
 from verl_omni_core.agent_loop.loops._contract import LoopContext
-from verl_omni_core.agent_loop.outputs import DiffusionAgentLoopOutput, SampleFailure, agent_loop_metrics, join_batches
+from verl_omni_core.agent_loop.metrics import agent_loop_metrics
+from verl_omni_core.agent_loop.outputs import DiffusionAgentLoopOutput, SampleFailure, join_batches
 from verl_omni_core.agent_loop.worker import DiffusionAgentLoopWorker
 from verl_omni_core.batches.batch import DataProto
 from verl_omni_core.errors import ContractError, EngineError, UnknownNameError
@@ -149,6 +150,7 @@ def test_a_transient_failure_is_drawn_again_with_the_same_seed() -> None:
         ("s1", identity.sample_seed(42, 1, 1)),
         ("s1-retry1", identity.sample_seed(42, 1, 1)),
     ]
+    assert client.attempts == [0, 0, 1]
     assert out.non_tensor_batch["attempts"].tolist() == [1, 2]
 
 

@@ -79,6 +79,21 @@ def test_a_worker_that_finishes_nothing_is_given_up(monkeypatch: pytest.MonkeyPa
     assert score_all(Worker(60), Worker(0.001), timeout_s=0.05) == [float(i) for i in range(12)]
 
 
+def test_a_worker_that_came_back_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pool, "_AGAIN_S", 0.05)
+    worker = Worker(dies=True)
+
+    async def lose_and_find() -> list[float | None]:
+        pool = ScorerPool([worker], ["a"], timeout_s=5)
+        lost = await pool.score(ITEMS[3])
+        worker.dies = False
+        await asyncio.sleep(0.1)
+        found = await pool.score(ITEMS[3])
+        return [lost["a"].value, found["a"].value]
+
+    assert asyncio.run(lose_and_find()) == [None, 3.0]
+
+
 def test_a_pool_of_nobody_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reward\.workers"):
         ScorerPool([], ["a"], timeout_s=1)

@@ -18,9 +18,10 @@ Tokenizer = Callable[[str], Sequence[int]]
 
 
 class LLMClient(Protocol):
-    """Generates on some replica. ``route_key``: equal keys go to the same replica where that matters."""
+    """Generates on some replica. Equal route keys go to the same replica where that matters; a higher ``attempt``,
+    from 0, to another one."""
 
-    async def generate(self, request: SampleRequest, route_key: str) -> DiffusionOutput: ...
+    async def generate(self, request: SampleRequest, route_key: str, *, attempt: int = 0) -> DiffusionOutput: ...
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class AgentLoop(Protocol):
 
         Args:
             sampling_params: how, validation already taken into account.
-            row: the sample's columns; always ``seed`` (int), ``request_id`` and ``route_key`` (str), ``pack``
-                (:class:`PackPosition` or none) and ``raw_prompt``; ``raw_negative_prompt`` where there is one.
+            row: the sample's columns; always ``seed`` and ``attempt`` (int), ``request_id`` and ``route_key`` (str),
+                ``pack`` (:class:`PackPosition` or none) and ``raw_prompt``; ``raw_negative_prompt`` where there is one.
         Raises: errors with ``retryable`` set are tried again with the same row.
         """
         ...

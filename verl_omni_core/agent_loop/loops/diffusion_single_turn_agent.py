@@ -39,7 +39,7 @@ class DiffusionSingleTurnAgentLoop:
             pack=row.get("pack"),
         )
         started = time.perf_counter()
-        output = await self._client.generate(request, row["route_key"])
+        output = await self._client.generate(request, row["route_key"], attempt=row.get("attempt", 0))
         seconds = time.perf_counter() - started
         return DiffusionAgentLoopOutput(
             prompt_ids=[int(token) for token in self._tokenizer(prompt)] if self._tokenizer else [],
@@ -67,7 +67,7 @@ def prompt_text(prompt: Prompt) -> str:
             f"a prompt of messages with the roles {roles}; expected one of the user: the model adapter adds system "
             "text, and more turns need another agent loop"
         )
-    content = messages[0].get("content")
+    content: Any = messages[0].get("content")
     if not isinstance(content, str):
         kinds = [part.get("type") for part in content or []]
         if kinds != ["text"]:
