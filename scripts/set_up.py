@@ -205,7 +205,11 @@ class Lock:
 
     def __enter__(self) -> None:
         self.file = self.path.open("w")
-        fcntl.flock(self.file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Waiting for another set-up to finish", flush=True)
+            fcntl.flock(self.file, fcntl.LOCK_EX)
 
     def __exit__(self, *_: object) -> None:
         self.file.close()

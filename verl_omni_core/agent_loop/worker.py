@@ -126,7 +126,7 @@ class DiffusionAgentLoopWorker:
         return training_sampling(self._config, int(meta["global_steps"]))
 
     def _row(self, batch: DataProto, index: int) -> dict[str, Any]:
-        row = {name: values[index] for name, values in batch.non_tensor_batch.items()}
+        row: dict[str, Any] = {name: values[index] for name, values in batch.non_tensor_batch.items()}
         for name in batch.batch.keys():  # noqa: SIM118 - iterating yields rows
             row[name] = batch.batch.get(name)[index]
         row["sample_index"] = _whole_number(row, "sample_index")

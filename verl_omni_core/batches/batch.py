@@ -183,7 +183,7 @@ class DataProto:
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
     """Return ``values`` as a one-dimensional object array, whatever they are."""
-    array = np.empty(len(values), dtype=object)
+    array: np.ndarray = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         array[index] = value
     return array

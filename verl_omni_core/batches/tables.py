@@ -1,7 +1,7 @@
 """Building tables: columns in, a table that keeps its schema's promises out."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +12,7 @@ from verl_omni_core.batches.arrow import column_list, column_tensor, dtype_name,
 from verl_omni_core.batches.schema import SCHEMAS, Column, Jagged, Tensors, with_metadata
 from verl_omni_core.errors import ContractError
 
-Values = Sequence[Any] | np.ndarray | Tensor | pa.Array | pa.ChunkedArray
+Values: TypeAlias = Sequence[Any] | np.ndarray | Tensor | pa.Array | pa.ChunkedArray
 
 
 def build_table(schema_id: str, columns: Mapping[str, Values]) -> pa.Table:

@@ -99,10 +99,10 @@ class Ledger:
         from verl_omni_core.batches.schema import SCHEMAS, with_metadata
 
         records = self.records()
-        columns = {column.name: column.type for column in SCHEMAS["updates"].columns}
+        columns: dict[str, Any] = {column.name: column.type for column in SCHEMAS["updates"].columns}
         arrays: dict[str, pa.Array] = {"sequence": pa.array([r["sequence"] for r in records], pa.int64())}
         for name, kind in columns.items():
-            values = [record.get(name) for record in records]
+            values: list[Any] = [record.get(name) for record in records]
             if name == "wall_time":
                 values = [datetime.fromisoformat(value) for value in values]
             elif name == "metrics_json":
