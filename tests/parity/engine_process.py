@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model_state_dict
+
 from verl_omni_core import registry
-from verl_omni_core.rollout._contract import EngineOptions, SamplingParams
+from verl_omni_core.models import sd3
+from verl_omni_core.rollout._contract import EngineOptions, SamplingParams, WeightUpdate
 
 START_S, CALL_S = 180, 120
 
@@ -82,14 +86,28 @@ class EngineProcess:
 
 def engine_process(name: str, folder: str, **changes: Any) -> EngineProcess:
     """Return an engine that starts when it is entered; ``changes`` are fields of its options."""
-    return EngineProcess(name, _options(folder, **changes))
+    return EngineProcess(name, engine_options(folder, **changes))
 
 
-def _options(folder: str, **changes: Any) -> EngineOptions:
+def engine_options(folder: str, **changes: Any) -> EngineOptions:
+    """Return options for one thread and batches of 8, with ``changes``."""
     values = dict(model="sd3", path=folder, dtype="float32", max_batch=8, batch_wait_ms=50.0, threads=1,
                   tensor_parallel=1, lora_rank=4, deterministic=False, start_timeout_s=170.0, request_timeout_s=60.0,
                   )  # fmt: skip
     return EngineOptions(**values | changes)
+
+
+def adapter_update(pipeline: Pipeline, version: int, spread: float = 0.1) -> WeightUpdate:
+    """Return a random adapter of every kind of layer, from ``version`` as its seed."""
+    network = sd3.build(None).load_denoiser(pipeline.folder, torch.float32)
+    targets = [*sd3.SD3Adapter.facts.lora_targets, "ff.net.0.proj", "ff.net.2"]
+    network.add_adapter(LoraConfig(r=4, lora_alpha=12, target_modules=targets))
+    generator = torch.Generator().manual_seed(version)
+    tensors = {
+        name: torch.randn(tensor.shape, generator=generator) * spread
+        for name, tensor in get_peft_model_state_dict(network).items()
+    }
+    return WeightUpdate(version, "lora", tensors, {"r": 4, "lora_alpha": 12, "target_modules": targets})
 
 
 def _serve(name: str, options: EngineOptions, pipe: multiprocessing.connection.Connection) -> None:

@@ -65,8 +65,8 @@ class SD3Adapter:
         tokenizers: dict[str, Any] = {}
         modules: dict[str, torch.nn.Module] = {}
         for encoder, tokenizer in _ENCODERS.items():
-            library, class_name = index.get(encoder) or (None, None)
-            if library is None:
+            _, class_name = index.get(encoder) or (None, None)
+            if class_name is None:
                 modules[encoder] = AbsentTextEncoder(
                     _json(Path(path, "transformer", "config.json"))["joint_attention_dim"]
                 )
@@ -273,9 +273,10 @@ class SD3Adapter:
         Raises:
             NumericError: a pixel is not finite; names the rows.
         """
-        config = decoder.config
+        vae: Any = decoder
+        config = vae.config
         shift = 0.0 if config.shift_factor is None else config.shift_factor
-        pixels = decoder.decode((latents.to(decoder.dtype) / config.scaling_factor) + shift, return_dict=False)[0]
+        pixels = vae.decode((latents.to(vae.dtype) / config.scaling_factor) + shift, return_dict=False)[0]
         rows = (~torch.isfinite(pixels).flatten(1).all(dim=1)).nonzero().flatten().tolist()
         if rows:
             raise NumericError(
@@ -288,11 +289,11 @@ class SD3Adapter:
         clip_length = encoders.tokenizers["tokenizer"].model_max_length
         clips = []
         for encoder in ("text_encoder", "text_encoder_2"):
-            module = encoders.modules[encoder]
+            module: Any = encoders.modules[encoder]
             ids = _token_ids(encoders.tokenizers[_ENCODERS[encoder]], prompt, clip_length)
             clips.append(module(ids.to(module.device), output_hidden_states=True))
         clip = torch.cat([output.hidden_states[-2] for output in clips], dim=-1)
-        t5_module = encoders.modules["text_encoder_3"]
+        t5_module: Any = encoders.modules["text_encoder_3"]
         if isinstance(t5_module, AbsentTextEncoder):
             t5 = clip.new_zeros((1, max_sequence_length, t5_module.width))
         else:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from verl_omni_core import registry
-from verl_omni_core.errors import NumericError
+from verl_omni_core.errors import NumericError, VerlOmniError
 from verl_omni_core.models._contract import DenoiserAdapter, Encoders
 from verl_omni_core.models._guidance import negative_prompt_for
 from verl_omni_core.rollout._contract import DiffusionOutput, SampleRequest, SamplingParams
@@ -48,9 +48,10 @@ def plan_batches(requests: Sequence[SampleRequest], max_batch: int) -> list[Batc
     which other requests arrived with it; the shape is the pack's size, or ``max_batch`` where that is smaller, and
     empty places hold copies.
     """
-    groups: dict[Hashable, list[int]] = {}
+    groups: dict[tuple[Hashable, int | None], list[int]] = {}
     for index, request in enumerate(requests):
-        groups.setdefault((_sampling_key(request.sampling), request.pack and request.pack.size), []).append(index)
+        size = None if request.pack is None else request.pack.size
+        groups.setdefault((_sampling_key(request.sampling), size), []).append(index)
     batches = []
     for (_, pack_size), members in groups.items():
         if pack_size is None:
@@ -58,18 +59,19 @@ def plan_batches(requests: Sequence[SampleRequest], max_batch: int) -> list[Batc
                 chunk = members[start : start + max_batch]
                 batches.append(Batch(tuple(requests[index] for index in chunk), tuple(chunk)))
         else:
-            batches.extend(_fixed_batches(requests, members, min(pack_size, max_batch)))
+            places = {index: pack.index for index in members if (pack := requests[index].pack) is not None}
+            batches.extend(_fixed_batches(requests, places, min(pack_size, max_batch)))
     return batches
 
 
-def _fixed_batches(requests: Sequence[SampleRequest], members: Sequence[int], shape: int) -> list[Batch]:
+def _fixed_batches(requests: Sequence[SampleRequest], places: Mapping[int, int], shape: int) -> list[Batch]:
     placed: list[list[int | None]] = []
-    for index in members:
-        place = requests[index].pack.index % shape
-        free = next((places for places in placed if places[place] is None), None)
+    for index, place in places.items():
+        free = next((owners for owners in placed if owners[place % shape] is None), None)
         if free is None:
-            placed.append(free := [None] * shape)
-        free[place] = index
+            free = [None] * shape
+            placed.append(free)
+        free[place % shape] = index
     batches = []
     for owners in placed:
         filler = next(index for index in owners if index is not None)
@@ -115,17 +117,19 @@ class BatchDrawer:
 
     def draw(self, requests: Sequence[SampleRequest]) -> list[Drawn | Exception]:
         """Return a sample for each request, in their order; a request that fails is its exception, others go on."""
-        results: list[Drawn | Exception | None] = [None] * len(requests)
+        results: dict[int, Drawn | Exception] = {}
         for batch in plan_batches(requests, self.max_batch):
+            rows: Sequence[Drawn | Exception]
             try:
                 rows = self._draw_batch(batch.rows)
             except Exception as error:
-                logger.exception("a batch of %d rows failed", len(batch.rows))
+                # the caller gets the error; what it was not written for deserves its traceback as well
+                logger.error(
+                    "a batch of %d rows failed", len(batch.rows), exc_info=not isinstance(error, VerlOmniError)
+                )
                 rows = [error] * len(batch.rows)
-            for owner, row in zip(batch.owners, rows, strict=True):
-                if owner is not None:
-                    results[owner] = row
-        return results
+            results |= {owner: row for owner, row in zip(batch.owners, rows, strict=True) if owner is not None}
+        return [results[index] for index in range(len(requests))]
 
     @torch.no_grad()
     def _draw_batch(self, rows: Sequence[SampleRequest]) -> list[Drawn | Exception]:

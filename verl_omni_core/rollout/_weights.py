@@ -51,9 +51,8 @@ def check_update(update: WeightUpdate) -> None:
         raise ContractError(f"weight update {update.version} holds no tensor; send the parameters of the policy")
     if update.kind == "full":
         return
-    config = update.peft_config
-    if config is None or not {"r", "lora_alpha"} <= config.keys():
-        raise ContractError(f"a lora update needs peft_config with r and lora_alpha, got {config}; send peft's config")
+    config = update.peft_config or {}
+    peft_fields(config, [])
     asked = [name for name in _UNSUPPORTED if config.get(name)]
     if asked:
         raise ContractError(f"the adapter uses {asked}, which the engines do not compute; use one rank and scale")
@@ -76,8 +75,14 @@ def check_bound(expected: Iterable[str], bound: Iterable[str], what: str) -> int
     return len(wanted)
 
 
-def peft_fields(config: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
-    """Return the part of a peft config that engines need, with the modules that the tensors name as targets."""
+def peft_fields(config: Mapping[str, Any] | None, modules: Sequence[str]) -> dict[str, Any]:
+    """Return the part of a peft config that engines need, with the modules that the tensors name as targets.
+
+    Raises:
+        ContractError: there is no config, or one without rank and alpha.
+    """
+    if config is None or not {"r", "lora_alpha"} <= config.keys():
+        raise ContractError(f"a lora update needs peft_config with r and lora_alpha, got {config}; send peft's config")
     return {
         "r": int(config["r"]),
         "lora_alpha": config["lora_alpha"],

@@ -203,11 +203,11 @@ def _fail(waiting: _Waiting, error: Exception) -> None:
         waiting.done.set_exception(error)
 
 
-async def build(options: EngineOptions) -> DiffusersEngine:
-    """Load the pipeline and return the engine.
+def check(options: EngineOptions) -> None:
+    """Refuse what :func:`build` would refuse, before anything starts.
 
     Raises:
-        ConfigError: ``tensor_parallel`` above 1, which this engine does not have, or a folder that is no pipeline.
+        ConfigError: ``tensor_parallel`` above 1, which this engine does not have, or any of ``options.options``.
     """
     if options.tensor_parallel != 1:
         raise ConfigError(
@@ -216,5 +216,14 @@ async def build(options: EngineOptions) -> DiffusersEngine:
         )
     if options.options:
         raise ConfigError(f"engine 'diffusers' takes no rollout.options, got {sorted(options.options)}; remove them")
+
+
+async def build(options: EngineOptions) -> DiffusersEngine:
+    """Load the pipeline and return the engine.
+
+    Raises:
+        ConfigError: as :func:`check`, or a folder that is no pipeline.
+    """
+    check(options)
     torch.set_num_threads(options.threads)
     return await asyncio.to_thread(DiffusersEngine, options)

@@ -16,5 +16,5 @@ def checksum(named: Mapping[str, Tensor]) -> str:
     for name in sorted(named):
         tensor = named[name].detach().cpu().contiguous()
         total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        total.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()

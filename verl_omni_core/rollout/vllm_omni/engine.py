@@ -31,6 +31,7 @@ from verl_omni_core.weights.checksum import checksum
 
 logger = logging.getLogger(__name__)
 
+_SHUTDOWN_S = 60
 _EXTENSION = "verl_omni_core.rollout.vllm_omni.extension.RolloutWorkerExtension"
 _OURS = ("model", "dtype", "max_num_seqs", "request_batch_max_wait_ms", "tensor_parallel_size", "worker_extension_cls")
 
@@ -52,6 +53,7 @@ class VLLMOmniEngine:
         self._lora: Any = None
         self._loaded = LoadedWeights(0, 0, "")
         self._broken: str | None = None
+        self._asleep = False
         self._in_flight = 0
         self._changing = False
         self._turn = asyncio.Condition()
@@ -65,22 +67,17 @@ class VLLMOmniEngine:
             ConfigError, ContractError, NumericError: this sample cannot be drawn; others go on.
         """
         started = time.perf_counter()
-        async with asyncio.timeout(self._options.request_timeout_s) as deadline:
-            try:
-                async with self._drawing():
-                    version = self._loaded.version
-                    output = await self._until_stopped(self._sample(request))
-            except TimeoutError as error:
-                if deadline.expired():
-                    raise DeadlineError(
-                        f"request {request.request_id} got no sample within {self._options.request_timeout_s} s; "
-                        "raise rollout.request_timeout_s or lower rollout.max_batch"
-                    ) from None
-                raise EngineError(f"request {request.request_id} failed in the engine: {error!r}") from error
-            except asyncio.CancelledError:
-                if deadline.expired():
-                    logger.warning("request %s ran past its deadline", request.request_id)
-                raise
+        try:
+            async with asyncio.timeout(self._options.request_timeout_s), self._drawing():
+                version = self._loaded.version
+                output = await self._until_stopped(self._sample(request))
+        except DeadlineError:
+            raise
+        except TimeoutError:
+            raise DeadlineError(
+                f"request {request.request_id} got no sample within {self._options.request_timeout_s} s; raise "
+                "rollout.request_timeout_s or lower rollout.max_batch"
+            ) from None
         drawn = {"pixels": output.images[0], **output.trajectory_latents}
         return output_of(drawn, weights_version=version, generate_s=time.perf_counter() - started)
 
@@ -125,21 +122,24 @@ class VLLMOmniEngine:
     async def sleep(self) -> None:
         """Set the weights aside after the samples in flight; requests are refused until :meth:`wake_up`."""
         async with self._alone():
-            self._broken = "it is asleep, wake it up first"
+            self._asleep = True
             _check_acknowledged("sleep", await self._until_stopped(self._omni.sleep(level=1)))
 
     async def wake_up(self) -> None:
         """Put the weights back and take requests again."""
         async with self._alone(awake=False):
             _check_acknowledged("wake up", await self._until_stopped(self._omni.wake_up()))
-            self._broken = None
+            self._asleep = False
 
     async def close(self) -> None:
         """Stop the engine; samples in flight fail."""
         if not self._stopped.done():
             self._stopped.set_result(None)
             await asyncio.sleep(0)  # lets the waiting samples notice before the engine goes away under them
-            await asyncio.to_thread(self._omni.shutdown)
+            try:
+                await asyncio.wait_for(asyncio.to_thread(self._omni.shutdown), _SHUTDOWN_S)
+            except TimeoutError:
+                raise DeadlineError(f"the engine did not stop within {_SHUTDOWN_S} s; end its process") from None
 
     async def _sample(self, request: SampleRequest) -> Any:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
@@ -219,8 +219,10 @@ class VLLMOmniEngine:
     async def _drawing(self) -> AsyncIterator[None]:
         async with self._turn:
             await self._turn.wait_for(lambda: not self._changing)
+            if self._asleep:
+                raise EngineError("the engine is asleep; wake it up first")
             if self._broken is not None:
-                raise EngineError(f"the engine takes no request: {self._broken}")
+                raise EngineError(f"the engine takes no request: {self._broken}; load weights again or restart it")
             self._in_flight += 1
         try:
             yield
@@ -231,28 +233,26 @@ class VLLMOmniEngine:
 
     @asynccontextmanager
     async def _alone(self, *, awake: bool = True) -> AsyncIterator[None]:
+        limit_s = self._options.request_timeout_s
+        changing = False
         try:
-            async with asyncio.timeout(self._options.request_timeout_s), self._turn:
-                await self._turn.wait_for(lambda: not self._changing)
-                if awake and self._broken is not None and "asleep" in self._broken:
-                    raise EngineError(f"the engine takes no command: {self._broken}")
-                self._changing = True
-                await self._turn.wait_for(lambda: self._in_flight == 0)
-        except TimeoutError:
-            await self._end_change()
-            raise DeadlineError(
-                f"{self._in_flight} samples were still in flight after {self._options.request_timeout_s} s; raise "
-                "rollout.request_timeout_s"
-            ) from None
-        try:
+            try:
+                async with asyncio.timeout(limit_s), self._turn:
+                    await self._turn.wait_for(lambda: not self._changing)
+                    if awake and self._asleep:
+                        raise EngineError("the engine is asleep; wake it up first")
+                    changing = self._changing = True
+                    await self._turn.wait_for(lambda: self._in_flight == 0)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"{self._in_flight} samples were still in flight after {limit_s} s; raise rollout.request_timeout_s"
+                ) from None
             yield
         finally:
-            await self._end_change()
-
-    async def _end_change(self) -> None:
-        async with self._turn:
-            self._changing = False
-            self._turn.notify_all()
+            if changing:
+                async with self._turn:
+                    self._changing = False
+                    self._turn.notify_all()
 
 
 async def start(options: EngineOptions) -> VLLMOmniEngine:
@@ -261,6 +261,7 @@ async def start(options: EngineOptions) -> VLLMOmniEngine:
     arguments = engine_arguments(options)
     torch.set_num_threads(options.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a pipeline folder is complete; the engine would ask the hub anyway
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from verl_omni_core.rollout.vllm_omni import plugins
 
     plugins.register_pipelines()
@@ -279,22 +280,30 @@ async def start(options: EngineOptions) -> VLLMOmniEngine:
     return engine
 
 
-def engine_arguments(options: EngineOptions) -> dict[str, Any]:
-    """Return the keyword arguments of ``AsyncOmni``.
+def check_options(options: EngineOptions) -> str:
+    """Return the architecture of the pipeline folder.
 
     Raises:
         ConfigError: an architecture without a pipeline of ours, or an option that another setting decides.
     """
     clash = sorted(set(options.options) & set(_OURS))
     if clash:
-        raise ConfigError(f"rollout.options may not set {clash}; use model.path, rollout.dtype, rollout.max_batch, "
-                          "rollout.batch_wait_ms and rollout.tensor_parallel")  # fmt: skip
+        raise ConfigError(
+            f"rollout.options may not set {clash}; use model.path, rollout.dtype, rollout.max_batch, "
+            "rollout.batch_wait_ms and rollout.tensor_parallel"
+        )
     architecture = _architecture(options.path)
     if architecture not in PIPELINES:
         raise ConfigError(
             f"model.path {options.path!r} holds a {architecture}, for which there is no vLLM-Omni pipeline; use one of "
             f"{', '.join(PIPELINES)} or rollout.name = 'diffusers'"
         )
+    return architecture
+
+
+def engine_arguments(options: EngineOptions) -> dict[str, Any]:
+    """Return the keyword arguments of ``AsyncOmni``; raises as :func:`check_options`."""
+    architecture = check_options(options)
     return {
         "model": options.path,
         "dtype": options.dtype,

@@ -67,7 +67,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         from vllm.lora.peft_helper import PEFTHelper
 
         manager = self.lora_manager
-        modules = _weights.lora_modules(request.lora_tensors)
+        tensors = request.lora_tensors or {}
+        modules = _weights.lora_modules(tensors)
         network = getattr(self.model_runner.pipeline, _NETWORK)
         bindable = standing.bindable_modules(network, manager._packed_modules_mapping)
         bound = _weights.check_bound(modules, bindable, "LoRA modules")
@@ -96,7 +97,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         manager.set_active_adapter(request.reference(), 1.0)
         for name, weights in adapter.loras.items():
             standing.check_adapter(manager, name, weights.lora_a, weights.lora_b)
-        return {"bound": bound, "checksum": checksum(request.lora_tensors)}
+        return {"bound": bound, "checksum": checksum(tensors)}
 
     def _load_full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if self.lora_manager is not None and self.lora_manager._lora_modules:

@@ -7,7 +7,7 @@ from torch import Tensor
 from vllm_omni.lora.request import LoRARequest
 
 
-class OmniTensorLoRARequest(LoRARequest, omit_defaults=True, array_like=True):
+class OmniTensorLoRARequest(LoRARequest, omit_defaults=True, array_like=True):  # type: ignore[call-arg]
     """vLLM's LoRA request plus the adapter itself: nothing is read from ``lora_path``.
 
     The worker extension turns it into an adapter registered under ``lora_int_id``; use a new id for every policy
@@ -40,7 +40,7 @@ class VLLMOmniHijack:
 
 
 def policy_request(
-    version: int, serial: int, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+    version: int, serial: int, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None
 ) -> OmniTensorLoRARequest:
     """Return the request for one policy version.
 
@@ -51,6 +51,6 @@ def policy_request(
         lora_name=f"policy-{version}",
         lora_int_id=serial,
         lora_path=f"memory://policy-{version}",
-        peft_config=dict(config),
+        peft_config=dict(config or {}),
         lora_tensors=dict(tensors),
     )

