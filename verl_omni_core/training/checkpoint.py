@@ -35,11 +35,11 @@ def save(engine: "DiffusersFSDPEngine", folder: Path, extra: Mapping[str, Any]) 
     folder.mkdir(parents=True, exist_ok=True)
     _save_random_states(engine, folder)
     state, steps = _tensors(engine)
-    # each rank's own file: the storage of a rank that holds no part of any tensor stays empty
     dcp.save(
         state,
         storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
         process_group=engine.ranks.group,
+        no_dist=engine.ranks.group is None,
     )
     engine.ranks.barrier()
     _compare(engine, folder, state)
@@ -155,7 +155,9 @@ def _prepare_moments(engine: "DiffusersFSDPEngine", steps: Mapping[str, int]) ->
 
 
 def _read(engine: "DiffusersFSDPEngine", folder: Path, into: dict[str, Tensor]) -> None:
-    dcp.load(into, storage_reader=HuggingFaceStorageReader(str(folder)), process_group=engine.ranks.group)
+    group = engine.ranks.group
+    reader = HuggingFaceStorageReader(str(folder))
+    dcp.load(into, storage_reader=reader, process_group=group, no_dist=group is None)
 
 
 def _compare(engine: "DiffusersFSDPEngine", folder: Path, state: Mapping[str, Tensor]) -> None:

@@ -153,8 +153,9 @@ class ActorRolloutRefWorker:
         """
         return self._infer(command, lora.REFERENCE, "reference")
 
-    def update_weights(self, folder: str, network: str = "policy") -> WrittenWeights:
+    def update_weights(self, folder: str, network: str = "policy", epoch: int | None = None) -> WrittenWeights:
         """Write the policy, or its ``average``, into a folder for replicas to load; rank 0 writes, all ranks gather."""
+        self._obey(epoch)
         engine = self._ready().engine
         named, peft_config = engine.get_per_tensor_param(network)
         # gathering is collective, keeping is not: other ranks drop each tensor as it comes
@@ -187,25 +188,29 @@ class ActorRolloutRefWorker:
             )
         return drawn.latents_clean[0].cpu()
 
-    def save_checkpoint(self, folder: str) -> list[str]:
+    def save_checkpoint(self, folder: str, epoch: int | None = None) -> list[str]:
         """Write all that training goes on from, verified by reading it back; returns the files' names."""
+        self._obey(epoch)
         answer = dataclasses.asdict(self._answer) if self._answer else None
         extra = {"version": self._version, "applied": self._applied, "answer": answer}
         return self._ready().save_checkpoint(folder, extra)
 
-    def load_checkpoint(self, folder: str) -> int:
+    def load_checkpoint(self, folder: str, epoch: int | None = None) -> int:
         """Go on from a checkpoint, written by any number of ranks; returns its policy version."""
+        self._obey(epoch)
         extra = self._ready().load_checkpoint(folder)
         self._version, self._applied = extra["version"], extra["applied"]
         self._answer = UpdateResult(**extra["answer"]) if extra["answer"] else None
         return self._version
 
-    def copy_adapter(self, source: str, target: str) -> None:
+    def copy_adapter(self, source: str, target: str, epoch: int | None = None) -> None:
         """Make an adapter equal to another."""
+        self._obey(epoch)
         self._ready().copy_adapter(source, target)
 
-    def ema_update_adapter(self, source: str, target: str, decay: float) -> None:
+    def ema_update_adapter(self, source: str, target: str, decay: float, epoch: int | None = None) -> None:
         """Move an adapter towards another."""
+        self._obey(epoch)
         self._ready().ema_update_adapter(source, target, decay)
 
     def close(self) -> None:
@@ -312,9 +317,14 @@ class ActorRolloutRefWorker:
             )
 
     def _fence(self, root: str, epoch: int) -> None:
+        self._obey(epoch)
+        check_epoch(Path(root), epoch)
+
+    def _obey(self, epoch: int | None) -> None:
+        if epoch is None:
+            return
         if epoch < self._epoch:
             raise FencedError(f"epoch {epoch} has ended, this trainer obeys epoch {self._epoch}; this owner must stop")
-        check_epoch(Path(root), epoch)
         self._epoch = epoch
 
     def _ready(self) -> TrainingWorker:

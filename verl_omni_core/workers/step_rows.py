@@ -57,6 +57,13 @@ class StepRows:
             if ref is not None
         ]
         self._advantages = store.table(advantages, "advantages") if advantages is not None else None
+        self._advantage_place: dict[int, int] = {}
+        self._valid: list[bool] = []
+        if self._advantages is not None:
+            self._advantage_place = _places(self._advantages)
+            has_valid = columns.VALID in self._advantages.column_names
+            valid = self._advantages[columns.VALID].to_pylist() if has_valid else [True] * self._advantages.num_rows
+            self._valid = valid
         keys = self._embeddings[columns.PROMPT_KEY].to_pylist()
         self._embedding_place = {key: place for place, key in reversed(list(enumerate(keys)))}
 
@@ -106,25 +113,14 @@ class StepRows:
     def _is_valid(self, index: int) -> bool:
         if self._advantages is None:
             return True
-        place = _place_of(self._advantage_places, index, columns.ADVANTAGE)
-        return bool(self._valid[place])
-
-    @property
-    def _advantage_places(self) -> dict[int, int]:
-        if not hasattr(self, "_advantage_place"):
-            assert self._advantages is not None
-            self._advantage_place = _places(self._advantages)
-            has_valid = columns.VALID in self._advantages.column_names
-            count = self._advantages.num_rows
-            self._valid = self._advantages[columns.VALID].to_pylist() if has_valid else [True] * count
-        return self._advantage_place
+        return self._valid[_place_of(self._advantage_place, index, columns.ADVANTAGE)]
 
     def _add_advantages(self, rows: list[int], values: dict, per_step: dict) -> None:
-        table, found = self._advantages, self._advantage_places
+        table = self._advantages
         assert table is not None
-        places = [found.get(index, 0) for index in rows]  # a row of weight 0 may have none
-        column = np.asarray(table[columns.ADVANTAGE].to_numpy(), dtype=np.float32)
-        values["advantages"] = torch.from_numpy(np.nan_to_num(column[places]) * values["weight"].numpy())
+        places = [self._advantage_place.get(index, 0) for index in rows]  # a row of weight 0 may have none
+        column = torch.from_numpy(np.array(table[columns.ADVANTAGE].to_numpy(), dtype=np.float32))
+        values["advantages"] = torch.where(values["weight"] > 0, column[places], 0.0)
         if "is_weights" in table.column_names:
             per_step["rollout_is_weights"] = _take(table, "is_weights", places)
 
