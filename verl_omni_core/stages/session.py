@@ -1,0 +1,89 @@
+"""A run as this process sees it: its settings, its store and the live actors of its namespace.
+
+Tasks exchange a :class:`RunRef`; whoever needs more asks :func:`session_of`, which attaches to what lives.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from verl_omni_core import __version__, registry
+from verl_omni_core.identity import digest
+from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.lease import Ownership
+from verl_omni_core.workers.actors import Actors
+
+
+@dataclass(frozen=True)
+class RunRef:
+    """What tasks pass around instead of a run."""
+
+    root: str
+    """Folder of the run."""
+    epoch: int
+    """Fence epoch of the owner; older epochs' commands and commits are refused."""
+
+
+@dataclass
+class Session:
+    """One run's settings, store and actors."""
+
+    ref: RunRef
+    config: RunConfig
+    store: RunStore
+    actors: Actors
+    ownership: Ownership | None = None
+    spans: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Seconds of every stage that ran in this process, by step and stage."""
+
+    def producer(self, **facts: Any) -> dict[str, Any]:
+        """Return who makes an artifact, for its manifest."""
+        return {"code_version": __version__, "config_digest": digest(self.config.model_dump(mode="json")), **facts}
+
+    @property
+    def root(self) -> Path:
+        return Path(self.ref.root)
+
+    @cached_property
+    def train_prompts(self) -> pa.Table:
+        from verl_omni_core.data.prompts import prompts_of
+
+        return prompts_of(self.config, "train")
+
+    @cached_property
+    def validation_prompts(self) -> pa.Table:
+        from verl_omni_core.data.prompts import prompts_of
+
+        return prompts_of(self.config, "validation")
+
+    @cached_property
+    def algorithm(self) -> Any:
+        return registry.component("algorithm", self.config.algorithm.name)
+
+
+_sessions: dict[str, Session] = {}
+
+
+def register(session: Session) -> Session:
+    """Make a session known to this process's stages."""
+    _sessions[session.ref.root] = session
+    return session
+
+
+def forget(ref: RunRef) -> None:
+    """Drop a session; its actors live on."""
+    _sessions.pop(ref.root, None)
+
+
+def session_of(ref: RunRef) -> Session:
+    """Return this process's session of a run, attaching to its actors if need be."""
+    session = _sessions.get(ref.root)
+    if session is None or session.ref.epoch != ref.epoch:
+        from verl_omni_core.stages.opening import attach
+
+        session = register(attach(ref))
+    return session
