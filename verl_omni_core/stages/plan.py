@@ -13,8 +13,8 @@ from verl_omni_core.batches.tables import build_table
 from verl_omni_core.data.prompt_sampler import rows_of_step
 from verl_omni_core.rollout._contract import SamplingParams
 from verl_omni_core.settings.run import RunConfig
-from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.keys import stage_key
+from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.rollout import policy_version
 from verl_omni_core.stages.session import RunRef, session_of
 from verl_omni_core.store.manifest import ArtifactRef

@@ -1,8 +1,7 @@
 """Train on a step's committed tables, exactly once a mini-batch."""
 
-import pyarrow as pa
-
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages.metric_table import metric_table
 from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.session import RunRef, session_of
@@ -57,11 +56,10 @@ def update(
     result = session.actors.trainer.update_actor(command)
     if done is not None:
         return done  # a restored trainer caught up from stored batches
-    metrics = dict(sorted(result.metrics.items()))
     for record in result.records:
         session.ledger.append(record)
     attempt = session.store.attempt(step, STAGE, key)
-    table = pa.table({"name": list(metrics), "value": pa.array(metrics.values(), pa.float64())})
+    table = metric_table(step, result.metrics)
     files = [attempt.write_table("metrics", 0, table)]
     return attempt.commit(
         files, rows=len(table), parents=parents, producer=session.producer(weights_version=result.version)
