@@ -3,10 +3,11 @@
 Tasks exchange a :class:`RunRef`; whoever needs more asks :func:`session_of`, which attaches to what lives.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -15,7 +16,32 @@ from verl_omni_core.identity import digest
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import Ownership
+from verl_omni_core.store.ledger import Ledger
+from verl_omni_core.store.runs import RunFolder, open_run
 from verl_omni_core.workers.actors import Actors
+
+
+class Tracker(Protocol):
+    """Where numbers and pictures go besides the run's own tables. What it cannot write never stops a run."""
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def image(self, step: int, name: str, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoTracker:
+    """The tracker of runs that want none."""
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        return None
+
+    def image(self, step: int, name: str, data: bytes) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -43,6 +69,22 @@ class Session:
     def producer(self, **facts: Any) -> dict[str, Any]:
         """Return who makes an artifact, for its manifest."""
         return {"code_version": __version__, "config_digest": digest(self.config.model_dump(mode="json")), **facts}
+
+    def folder(self) -> RunFolder:
+        """Return the run's folder."""
+        return open_run(self.root.parent, self.root.name)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        return Ledger(self.root, epoch=self.ref.epoch)
+
+    @cached_property
+    def tracker(self) -> Tracker:
+        if not self.config.tracking.tensorboard:
+            return NoTracker()
+        from verl_omni_core.report.tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(self.root / "tensorboard")
 
     @property
     def root(self) -> Path:

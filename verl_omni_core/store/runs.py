@@ -183,6 +183,15 @@ def _folders(store: Path) -> list[Path]:
     return sorted(path for path in store.iterdir() if (path / RUN).is_file()) if store.is_dir() else []
 
 
+def new_run_id(store: str | Path, profile: str | None = None) -> str:
+    """Return a name for a new run from the time and the profile; no folder is made."""
+    stem = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    if profile:
+        stem = f"{stem}-{re.sub(r"[^A-Za-z0-9._-]+", "-", Path(profile).stem)}"[:90]
+    taken = {path.name for path in _folders(Path(store))}
+    return next(name for name in (stem, *(f"{stem}.{n}" for n in range(2, 1000))) if name not in taken)
+
+
 def _make_folder(store: Path, run_id: str | None, profile: str | None) -> Path:
     if run_id is not None:
         return _new_folder(store / run_id)
