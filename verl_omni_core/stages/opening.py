@@ -1,6 +1,5 @@
 """Open a run: check, own, and start or find its actors."""
 
-import dataclasses
 import getpass
 import os
 from dataclasses import replace
@@ -38,7 +37,7 @@ def open_run(config: RunConfig) -> RunRef:
     actors = Actors.start_or_find(config, folder.run_id, ownership.epoch)
     session = register(Session(ref, config, store, actors, ownership))
     restore(session)
-    folder.write_engine(dataclasses.asdict(actors.engine_info()))
+    folder.write_engine({"replicas": actors.describe_engines()})
     return ref
 
 

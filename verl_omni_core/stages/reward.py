@@ -1,15 +1,17 @@
 """Score a step's samples: collect what was scored while sampling, score the rest, combine."""
 
+import json
+
 import pyarrow as pa
 
 from verl_omni_core.batches import columns
+from verl_omni_core.batches.tables import read_tensor
 from verl_omni_core.errors import NumericError, ScorerError
 from verl_omni_core.rewards._contract import Score, ScoringItem
 from verl_omni_core.rewards._tables import score_table, scores_of, summary_table
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.session import RunRef, Session, session_of
-from verl_omni_core.batches.tables import read_tensor
 from verl_omni_core.store.manifest import ArtifactRef
 
 STAGE = "reward"
@@ -81,15 +83,18 @@ def _items(media: pa.Table, prompts: pa.Table, rows: list[int]) -> list[ScoringI
     chosen = media.take(rows)
     pixels = read_tensor(chosen, columns.PIXELS).numpy()
     by_uid = {row[columns.UID]: row for row in prompts.to_pylist()}
+    ids = chosen.column(columns.SAMPLE_ID).to_pylist()
+    own = [by_uid[uid] for uid in chosen.column(columns.UID).to_pylist()]
     return [
         ScoringItem(
-            sample_id=row[columns.SAMPLE_ID],
-            image=pixels[index],
-            prompt=by_uid[row[columns.UID]][columns.PROMPT],
-            ground_truth=by_uid[row[columns.UID]].get(columns.GROUND_TRUTH),
-            data_source=by_uid[row[columns.UID]].get(columns.DATA_SOURCE),
+            sample_id=sample_id,
+            image=image,
+            prompt=prompt[columns.PROMPT],
+            ground_truth=prompt.get(columns.GROUND_TRUTH),
+            data_source=prompt.get(columns.DATA_SOURCE),
+            extra_info=json.loads(prompt.get(columns.EXTRA_INFO_JSON) or "{}"),
         )
-        for index, row in enumerate(chosen.select(list(columns.IDENTITY)).to_pylist())
+        for sample_id, image, prompt in zip(ids, pixels, own, strict=True)
     ]
 
 
