@@ -1,13 +1,12 @@
 """The trainer's view of stored samples before the update: the sampling policy's log-probs, the reference's means."""
 
 from collections.abc import Callable
-from typing import Any
 
 from verl_omni_core.settings.resolve import algorithm_options
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.session import RunRef, Session, session_of
-from verl_omni_core.store.manifest import ArtifactRef
+from verl_omni_core.store.manifest import ArtifactRef, FileRecord
 from verl_omni_core.workers.commands import InferCommand
 
 
@@ -17,7 +16,7 @@ def old_log_probs(run: RunRef, step: int, samples: ArtifactRef) -> ArtifactRef |
     session = session_of(run)
     if not session.config.algorithm.recompute_old_log_probs:
         return None
-    return _infer(session, step, "old_log_probs", "logprobs", samples, session.actors.trainer.infer_actor_batch)
+    return _infer(session, step, "old_log_probs", samples, session.actors.trainer.infer_actor_batch)
 
 
 @stage("reference")
@@ -26,22 +25,22 @@ def reference(run: RunRef, step: int, samples: ArtifactRef) -> ArtifactRef | Non
     session = session_of(run)
     if not algorithm_options(session.config).kl_coef:
         return None
-    return _infer(session, step, "reference", "reference", samples, session.actors.trainer.infer_ref_batch)
+    return _infer(session, step, "reference", samples, session.actors.trainer.infer_ref_batch)
 
 
 def _infer(
     session: Session,
     step: int,
     name: str,
-    table: str,
     samples: ArtifactRef,
-    infer: Callable[[InferCommand], Any],
+    infer: Callable[[InferCommand], list[FileRecord]],
 ) -> ArtifactRef:
     key = stage_key(name, step, [samples], model=session.config.model.model_dump(mode="json"))
     done = session.store.committed(step, name, key)
     if done is not None:
         return done
-    attempt = session.store.attempt(step, name, key, parents=[samples])
-    rows = infer(InferCommand(step=step, epoch=session.ref.epoch, rollout=samples, expected_version=step - 1))
-    files = [attempt.write_table(table, 0, rows)]
-    return attempt.commit(files, rows=len(rows), parents=[samples], producer={"weights_version": step - 1})
+    attempt = session.store.attempt(step, name, key, parents=[samples], weights_version=step - 1)
+    files = infer(InferCommand(attempt=attempt, rollout=samples, expected_version=step - 1))
+    return attempt.commit(
+        files, rows=samples.rows, parents=[samples], producer=session.producer(weights_version=step - 1)
+    )

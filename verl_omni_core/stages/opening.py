@@ -46,7 +46,7 @@ def attach(ref: RunRef) -> Session:
     root = Path(ref.root)
     folder = runs.open_run(root.parent, root.name)
     config = RunConfig.model_validate(folder.config)
-    return Session(ref, config, _store(ref, config), Actors.find(config, folder.run_id))
+    return Session(ref, config, _store(ref, config), Actors.find(config, folder.run_id, ref.epoch))
 
 
 def restore(session: Session) -> None:

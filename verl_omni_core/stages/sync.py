@@ -1,7 +1,5 @@
 """Bring every replica to a policy version: the trainer writes it once, each replica reads, binds and reports it."""
 
-from pathlib import Path
-
 from verl_omni_core.errors import ContractError
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
@@ -37,25 +35,23 @@ def weights_artifact(session: Session, step: int, network: str) -> ArtifactRef:
     if done is not None:
         return done
     attempt = session.store.attempt(step, name, key, weights_version=step)
-    written = session.actors.trainer.update_weights(str(attempt.folder), network=network)
+    written = session.actors.trainer.update_weights(str(attempt.folder), network)
+    if written.version != step:
+        raise ContractError(
+            f"the trainer holds version {written.version}, version {step} was asked for; start the run again, it goes "
+            "on from the last checkpoint"
+        )
     files = [attempt.add_file(file) for file in written.files]
-    producer = {
-        "weights_version": written.version,
-        "kind": written.kind,
-        "tensors": written.tensor_count,
-        "checksum": written.checksum,
-    }
+    producer = session.producer(weights_version=written.version, kind=written.kind, checksum=written.checksum)
     return attempt.commit(files, rows=written.tensor_count, parents=[], producer=producer)
 
 
 def load_into_replicas(session: Session, artifact: ArtifactRef) -> None:
     """Load committed weights into every replica and compare what each of them then holds with what was written."""
     manifest = session.store.manifest(artifact)
-    folder = Path(session.store.path_of(artifact, manifest.files[0].name)).parent
+    folder = session.store.path_of(artifact, manifest.files[0].name).parent
     expected = manifest.producer
-    loaded = session.actors.load_weights(
-        str(folder), version=int(expected["weights_version"]), kind=str(expected["kind"])
-    )
+    loaded = session.actors.load_weights(str(folder), int(expected["weights_version"]))
     for index, weights in enumerate(loaded):
         if weights.checksum != expected["checksum"]:
             raise ContractError(

@@ -44,6 +44,7 @@ def update(
     if done is not None and session.actors.trainer.version() >= step:
         return done
     command = UpdateCommand(
+        root=run.root,
         step=step,
         expected_version=step - 1,
         epoch=run.epoch,
@@ -56,8 +57,10 @@ def update(
     result = session.actors.trainer.update_actor(command)
     if done is not None:
         return done  # a restored trainer caught up from stored batches
+    known = {record["update_id"] for record in session.ledger.records()} if result.replayed else set()
     for record in result.records:
-        session.ledger.append(record)
+        if record["update_id"] not in known:
+            session.ledger.append(record)
     attempt = session.store.attempt(step, STAGE, key)
     table = metric_table(step, result.metrics)
     files = [attempt.write_table("metrics", 0, table)]

@@ -6,9 +6,10 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util import list_named_actors
 
 from verl_omni_core.cluster import ray_head
-from verl_omni_core.errors import DeadlineError, EngineError, StageLost
+from verl_omni_core.errors import StageLost
 from verl_omni_core.rewards._contract import Score, ScoringItem
 from verl_omni_core.rollout._contract import EngineInfo, EngineOptions, LoadedWeights
 from verl_omni_core.settings.resolve import model_path
@@ -17,11 +18,10 @@ from verl_omni_core.workers.replica import create_replica
 from verl_omni_core.workers.reward_worker import RewardWorker
 from verl_omni_core.workers.rollout_worker import PackResult, PackTask, RolloutWorker
 from verl_omni_core.workers.router import ReplicaRouter
-from verl_omni_core.workers.train_group import TrainGroup
+from verl_omni_core.workers.train_group import TrainGroup, wait_all
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CONCURRENCY = 1024
-_SLICE_S = 5.0
 
 
 @dataclass
@@ -57,13 +57,13 @@ class Actors:
         actors = cls(config, namespace, trainer, replicas, workers, rewards)
         options = engine_options(config)
         timeout = config.cluster.actor_timeout_s
-        wait([replica.start.remote(options) for replica in replicas], timeout, "starting the engines")
-        wait([worker.ping.remote() for worker in (*workers, *rewards)], timeout, "starting the workers")
+        wait_all([replica.start.remote(options) for replica in replicas], timeout, "starting the engines")
+        wait_all([worker.ping.remote() for worker in (*workers, *rewards)], timeout, "starting the workers")
         trainer.wait_until_ready(timeout)
         return actors
 
     @classmethod
-    def find(cls, config: RunConfig, run_id: str) -> "Actors":
+    def find(cls, config: RunConfig, run_id: str, epoch: int) -> "Actors":
         """Return the actors of a run that another process started.
 
         Raises:
@@ -73,7 +73,7 @@ class Actors:
         return cls(
             config,
             namespace,
-            TrainGroup.find(config, namespace),
+            TrainGroup.find(config, namespace, epoch=epoch),
             [_named(namespace, f"replica-{i}") for i in range(config.rollout.replicas)],
             [_named(namespace, f"rollout-{i}") for i in range(config.rollout.agent_workers)],
             [_named(namespace, f"reward-{i}") for i in range(config.reward.workers)],
@@ -88,7 +88,7 @@ class Actors:
         samples = sum(pack.requests.num_rows for pack in packs)
         # every sample has its own deadline in the router; this one only ends a wait that those did not
         timeout = self.config.rollout.request_timeout_s * (1 + samples / self.config.rollout.max_batch)
-        return wait(references, timeout, f"drawing {samples} samples")
+        return wait_all(references, timeout, f"drawing {samples} samples")
 
     def score(self, items: Sequence[ScoringItem]) -> list[Mapping[str, Score]]:
         """Score samples, spread over the reward workers; results in the order of the items."""
@@ -98,7 +98,7 @@ class Actors:
             worker.score.remote(part) for worker, part in zip(self.reward_workers, parts, strict=True) if part
         ]
         timeout = self.config.reward.timeout_s * (1 + len(items) * self.config.reward.max_attempts)
-        scored = wait(references, timeout, f"scoring {len(items)} samples")
+        scored = wait_all(references, timeout, f"scoring {len(items)} samples")
         found: list[Mapping[str, Score]] = [{}] * len(items)
         for index, scores in enumerate(scored):
             found[index::count] = scores
@@ -107,16 +107,16 @@ class Actors:
     def load_weights(self, folder: str, version: int) -> list[LoadedWeights]:
         """Load a weights folder into every replica."""
         references = [replica.load_weights.remote(folder, version) for replica in self.replicas]
-        return wait(references, self.config.weights.timeout_s, f"loading version {version}")
+        return wait_all(references, self.config.weights.timeout_s, f"loading version {version}")
 
     def scorer_versions(self) -> dict[str, str]:
         """Return the version of each scorer, by name."""
-        return dict(wait([self.reward_workers[0].versions.remote()], self.config.reward.timeout_s, "scorer versions")[0])
+        return dict(wait_all([self.reward_workers[0].versions.remote()], self.config.reward.timeout_s, "scorer versions")[0])
 
     def describe_engines(self) -> list[dict[str, Any]]:
         """Return what each engine says about itself, its own count of finished requests among it."""
         timeout = self.config.rollout.request_timeout_s
-        infos: list[EngineInfo] = wait([r.describe.remote() for r in self.replicas], timeout, "describing the engines")
+        infos: list[EngineInfo] = wait_all([r.describe.remote() for r in self.replicas], timeout, "describing the engines")
         return [asdict(info) for info in infos]
 
     def stop(self) -> None:
@@ -145,30 +145,18 @@ def engine_options(config: RunConfig) -> EngineOptions:
     )
 
 
+def end_actors(config: RunConfig, run_id: str) -> int:
+    """End whatever lives of a run's actors; return how many did."""
+    namespace = _connect(config, run_id)
+    living = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == namespace]
+    for name in living:
+        ray.kill(_named(namespace, name))
+    return len(living)
+
+
 def namespace_of(run_id: str) -> str:
     """Return the Ray namespace of a run."""
     return f"verl-omni-{run_id}"
-
-
-def wait(references: Sequence[ray.ObjectRef], timeout_s: float, what: str) -> list[Any]:
-    """Wait for Ray results, in slices so that a signal is noticed.
-
-    Raises:
-        DeadlineError: it took longer than ``timeout_s``. StageLost: an actor died. Else the actor's own error.
-    """
-    left = timeout_s
-    pending = list(references)
-    while pending and left > 0:
-        _, pending = ray.wait(pending, num_returns=len(pending), timeout=min(_SLICE_S, left))
-        left -= _SLICE_S
-    if pending:
-        raise DeadlineError(f"{what} took longer than {timeout_s:.0f} s; an actor may hang, see its log")
-    try:
-        return list(ray.get(list(references), timeout=_SLICE_S))
-    except ray.exceptions.RayActorError as error:
-        raise StageLost(f"{what}: an actor died ({error}); start the run again, it goes on from what is stored") from error
-    except ray.exceptions.RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else EngineError(str(error))) from error
 
 
 @dataclass(frozen=True)
