@@ -1,9 +1,10 @@
 """Run folders: making one, opening one, and listing them, whether or not their flows are alive."""
 
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -183,15 +184,27 @@ def _folders(store: Path) -> list[Path]:
     return sorted(path for path in store.iterdir() if (path / RUN).is_file()) if store.is_dir() else []
 
 
+def new_run_id(store: str | Path, profile: str | None = None) -> str:
+    """Return a name for a new run from the time and the profile; no folder is made."""
+    taken = {path.name for path in _folders(Path(store))}
+    return next(name for name in _derived_ids(profile) if name not in taken)
+
+
+def _derived_ids(profile: str | None) -> Iterator[str]:
+    stem = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    if profile:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(profile).stem if "/" in profile else profile)
+        stem = f"{stem}-{name}"[:90]
+    yield stem
+    yield from (f"{stem}.{number}" for number in itertools.count(2))
+
+
 def _make_folder(store: Path, run_id: str | None, profile: str | None) -> Path:
     if run_id is not None:
         return _new_folder(store / run_id)
-    stem = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    if profile:
-        stem = f"{stem}-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(profile).stem if '/' in profile else profile)}"[:90]
-    for suffix in ("", *(f".{number}" for number in range(2, 100))):
+    for name in itertools.islice(_derived_ids(profile), 99):
         try:
-            return _new_folder(store / f"{stem}{suffix}")
+            return _new_folder(store / name)
         except StoreError:
             continue
     raise StoreError(f"{store} has 99 runs of this second; give run.id")

@@ -100,7 +100,7 @@ class vLLMOmniReplica:  # noqa: N801  the founding documents' name
         return self._engine
 
 
-def create_replica(name: str, engine: str = "vllm_omni", **actor_options: Any) -> ActorHandle:
+def create_replica(name: str, engine: str = "vllm_omni", /, **actor_options: Any) -> ActorHandle:
     """Create the actor, without starting its engine.
 
     Args:

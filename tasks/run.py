@@ -1,0 +1,20 @@
+"""Open, start and finish a run."""
+
+from prefect import task
+
+from tasks.settings import STAGE
+from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages import finish, opening
+from verl_omni_core.stages.session import RunRef
+
+
+@task(name="open", **STAGE)
+def open_run(config: RunConfig) -> RunRef:
+    """Check the settings, take ownership of the run and start or find its actors."""
+    return opening.open_run(config)
+
+
+@task(name="finish", **STAGE)
+def finish_run(run: RunRef) -> str:
+    """Write the report and the summary; return the summary's text."""
+    return finish.finish(run)

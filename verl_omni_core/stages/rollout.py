@@ -1,0 +1,41 @@
+"""Draw a step's samples with the current policy."""
+
+from verl_omni_core.agent_loop.metrics import agent_loop_metrics
+from verl_omni_core.stages.drawing import draw
+from verl_omni_core.stages.keys import generation_inputs, stage_key
+from verl_omni_core.stages.metric_table import metric_table
+from verl_omni_core.stages.observe import stage
+from verl_omni_core.stages.session import RunRef, session_of
+from verl_omni_core.store.manifest import ArtifactRef
+
+STAGE = "rollout"
+
+
+@stage(STAGE)
+def rollout(run: RunRef, step: int, planned: ArtifactRef) -> ArtifactRef:
+    """Commit the ``trajectories``, ``embeddings``, ``media`` and, if scored as they came, ``scores`` of a step.
+
+    Args:
+        planned: the plan's artifact.
+
+    Raises:
+        EngineError: samples could not be drawn; nothing is committed.
+    """
+    session = session_of(run)
+    version = policy_version(step, session.config.weights.sync_interval)
+    key = stage_key(STAGE, step, [planned], generation=generation_inputs(session.config), version=version)
+    done = session.store.committed(step, STAGE, key)
+    if done is not None:
+        return done
+    attempt = session.store.attempt(step, STAGE, key, parents=[planned], weights_version=version)
+    prompts = session.store.table(planned, "prompts")
+    requests = session.store.table(planned, "requests")
+    files, timings = draw(session, attempt, prompts, requests, version=version, validate=False)
+    files.append(attempt.write_table("metrics", 0, metric_table(step, agent_loop_metrics(timings))))
+    producer = session.producer(weights_version=version, engines=session.actors.describe_engines())
+    return attempt.commit(files, rows=len(requests), parents=[planned], producer=producer)
+
+
+def policy_version(step: int, sync_interval: int) -> int:
+    """Return the version that draws ``step``: the newest that was synced before it."""
+    return (step - 1) // sync_interval * sync_interval

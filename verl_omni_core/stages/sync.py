@@ -1,0 +1,60 @@
+"""Bring every replica to a policy version: the trainer writes it once, each replica reads, binds and reports it."""
+
+from verl_omni_core.errors import ContractError
+from verl_omni_core.stages.keys import stage_key
+from verl_omni_core.stages.observe import stage
+from verl_omni_core.stages.session import RunRef, Session, session_of
+from verl_omni_core.store.manifest import ArtifactRef
+
+STAGE = "sync"
+POLICY, AVERAGE = "policy", "average"
+
+
+@stage(STAGE)
+def sync(run: RunRef, step: int) -> ArtifactRef:
+    """Commit the weights of ``step`` and load them into every replica; committed ones are loaded again where they lack.
+
+    Raises:
+        ContractError: a replica bound too few modules, or holds other numbers than the trainer.
+    """
+    session = session_of(run)
+    artifact = weights_artifact(session, step, POLICY)
+    load_into_replicas(session, artifact)
+    return artifact
+
+
+def weights_artifact(session: Session, step: int, network: str) -> ArtifactRef:
+    """Commit the trainer's weights of ``step`` as an artifact.
+
+    Args:
+        network: ``policy``, or ``average`` for its moving average.
+    """
+    name = STAGE if network == POLICY else f"{STAGE}-{network}"
+    key = stage_key(name, step, [], training=session.config.training.model_dump(mode="json"), network=network)
+    done = session.store.committed(step, name, key)
+    if done is not None:
+        return done
+    attempt = session.store.attempt(step, name, key, weights_version=step)
+    written = session.actors.trainer.update_weights(str(attempt.folder), network)
+    if written.version != step:
+        raise ContractError(
+            f"the trainer holds version {written.version}, version {step} was asked for; start the run again, it goes "
+            "on from the last checkpoint"
+        )
+    files = [attempt.add_file(file) for file in written.files]
+    producer = session.producer(weights_version=written.version, kind=written.kind, checksum=written.checksum)
+    return attempt.commit(files, rows=written.tensor_count, parents=[], producer=producer)
+
+
+def load_into_replicas(session: Session, artifact: ArtifactRef) -> None:
+    """Load committed weights into every replica and compare what each of them then holds with what was written."""
+    manifest = session.store.manifest(artifact)
+    folder = session.store.path_of(artifact, manifest.files[0].name).parent
+    expected = manifest.producer
+    loaded = session.actors.load_weights(str(folder), int(expected["weights_version"]))
+    for index, weights in enumerate(loaded):
+        if weights.checksum != expected["checksum"]:
+            raise ContractError(
+                f"replica {index} holds weights with checksum {weights.checksum} after loading version "
+                f"{weights.version}, the trainer wrote {expected['checksum']}; the replica's engine changed them"
+            )

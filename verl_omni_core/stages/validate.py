@@ -1,0 +1,101 @@
+"""Draw and score the held-out prompts with fixed seeds and deterministic steps."""
+
+import numpy as np
+import pyarrow as pa
+
+from verl_omni_core import identity
+from verl_omni_core.agent_loop.sampling import validation_sampling
+from verl_omni_core.batches import columns
+from verl_omni_core.metrics.validation import validation_metrics
+from verl_omni_core.stages.drawing import draw
+from verl_omni_core.stages.keys import generation_inputs, stage_key
+from verl_omni_core.stages.metric_table import metric_table, metrics_of
+from verl_omni_core.stages.observe import observer, stage
+from verl_omni_core.stages.plan import prompt_table, request_table
+from verl_omni_core.stages.reward import score_samples
+from verl_omni_core.stages.session import RunRef, Session, session_of
+from verl_omni_core.stages.sync import AVERAGE, POLICY, load_into_replicas, weights_artifact
+from verl_omni_core.store.manifest import ArtifactRef
+
+STAGE = "validate"
+SAMPLES = "validate-samples"
+
+
+@stage(STAGE)
+def validate(run: RunRef, step: int) -> ArtifactRef:
+    """Commit the held-out samples of the policy after ``step``, their rewards and the validation metrics.
+
+    With ``training.ema_decay`` the moving average of the policy is judged, and afterwards the replicas hold the policy
+    again. Every sample has a seed of its own, the same at every validation.
+    """
+    session = session_of(run)
+    prompts, requests = held_out(session, session.validation_prompts.num_rows, version=step)
+    samples = draw_judged(session, SAMPLES, step, prompts, requests)
+    scorers = session.config.reward.model_dump(mode="json", include={"scorers"})
+    key = stage_key(STAGE, step, [samples], scorers=scorers, versions=session.actors.scorer_versions())
+    done = session.store.committed(step, STAGE, key)
+    if done is None:
+        done = _score(session, step, key, samples, prompts)
+    observer().validated(step, metrics_of(session.store.table(done, "metrics")))
+    return done
+
+
+def draw_judged(session: Session, name: str, step: int, prompts: pa.Table, requests: pa.Table) -> ArtifactRef:
+    """Commit samples of the network that validation judges, under the stage ``name``."""
+    network = POLICY if session.config.training.ema_decay is None else AVERAGE
+    weights = weights_artifact(session, step, network)
+    key = stage_key(
+        name,
+        step,
+        [weights],
+        generation=generation_inputs(session.config),
+        sampling=requests.column(columns.SAMPLING_JSON)[0].as_py(),
+        seeds=requests.column(columns.SEED).to_pylist(),
+        prompts=prompts.column(columns.PROMPT_KEY).to_pylist(),
+    )
+    done = session.store.committed(step, name, key)
+    if done is not None:
+        return done
+    attempt = session.store.attempt(step, name, key, parents=[weights], weights_version=step)
+    load_into_replicas(session, weights)
+    files, _ = draw(session, attempt, prompts, requests, version=step, validate=True)
+    if network != POLICY:
+        load_into_replicas(session, weights_artifact(session, step, POLICY))
+    files.append(attempt.write_table("prompts", 0, prompts))
+    producer = session.producer(weights_version=step, network=network, engines=session.actors.describe_engines())
+    return attempt.commit(files, rows=len(requests), parents=[weights], producer=producer)
+
+
+def held_out(session: Session, count: int, *, version: int) -> tuple[pa.Table, pa.Table]:
+    """Return the prompts and requests tables of the first ``count`` held-out prompts, for a policy version."""
+    config, samples = session.config, session.config.sampler.validation.samples_per_prompt
+    rows = session.validation_prompts.slice(0, count)
+    uids = [identity.group_uid(0, row, 0) for row in range(len(rows))]
+    prompts = prompt_table(config, rows, uids, [0] * len(rows), dataset=config.data.validation)
+    seeds = [identity.sample_seed(config.sampler.validation.seed, 1, i) for i in range(len(rows) * samples)]
+    requests = request_table(
+        prompts, samples=samples, seeds=seeds, sampling=validation_sampling(config), validate=True, version=version
+    )
+    return prompts, requests
+
+
+def rewards_by_prompt(session: Session, artifact: ArtifactRef) -> np.ndarray:
+    """Return the held-out rewards [prompts, samples]; NaN where a sample has none."""
+    summary = session.store.table(artifact, "reward_summary")
+    values = summary.column(columns.RM_SCORE).fill_null(float("nan")).to_numpy()
+    return values.reshape(-1, session.config.sampler.validation.samples_per_prompt)
+
+
+def _score(session: Session, step: int, key: str, samples: ArtifactRef, prompts: pa.Table) -> ArtifactRef:
+    attempt = session.store.attempt(step, STAGE, key, parents=[samples], weights_version=step)
+    rewards, summary = score_samples(session, samples, prompts)
+    values = summary.column(columns.RM_SCORE).fill_null(float("nan")).to_numpy()
+    metrics = validation_metrics(
+        {"reward": values.reshape(len(prompts), -1)}, prompts.column(columns.DATA_SOURCE).to_pylist()
+    )
+    files = [
+        attempt.write_table("rewards", 0, rewards),
+        attempt.write_table("reward_summary", 0, summary),
+        attempt.write_table("metrics", 0, metric_table(step, metrics)),
+    ]
+    return attempt.commit(files, rows=len(summary), parents=[samples], producer=session.producer(weights_version=step))

@@ -1,0 +1,56 @@
+"""The whole run as plain Python: the stages of ``flows/online.py`` without an orchestrator, with equal results."""
+
+from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages.advantage import advantage
+from verl_omni_core.stages.checkpoint import checkpoint
+from verl_omni_core.stages.finish import finish
+from verl_omni_core.stages.log import log
+from verl_omni_core.stages.log_probs import old_log_probs, reference
+from verl_omni_core.stages.opening import open_run
+from verl_omni_core.stages.plan import plan
+from verl_omni_core.stages.preview import preview
+from verl_omni_core.stages.reward import reward
+from verl_omni_core.stages.rollout import rollout
+from verl_omni_core.stages.schedule import due
+from verl_omni_core.stages.session import RunRef
+from verl_omni_core.stages.sync import sync
+from verl_omni_core.stages.update import update
+from verl_omni_core.stages.validate import validate
+
+
+def train(config: RunConfig) -> str:
+    """Train by reinforcement learning; return the summary of the run.
+
+    Args:
+        config: the run's settings. A run whose id exists goes on where it stopped.
+
+    Raises:
+        ConfigError, DataError: the settings cannot work; nothing was started.
+    """
+    run = open_run(config)
+    sync(run, 0)
+    if config.run.validate_before:
+        validate(run, 0)
+    for step in range(1, config.run.steps + 1):
+        train_step(run, config, step)
+    return finish(run)
+
+
+def train_step(run: RunRef, config: RunConfig, step: int) -> None:
+    """Run one step; stages that are committed return at once."""
+    planned = plan(run, step)
+    samples = rollout(run, step, planned)
+    rewards = reward(run, step, planned, samples)
+    old = old_log_probs(run, step, samples)
+    ref = reference(run, step, samples)
+    advantages = advantage(run, step, rewards)
+    updated = update(run, step, samples, advantages, old, ref)
+    if due(step, config.run.checkpoint_every, config.run.steps):
+        checkpoint(run, step)
+    if due(step, config.weights.sync_interval, config.run.steps):
+        sync(run, step)
+    if due(step, config.run.validate_every, config.run.steps):
+        validate(run, step)
+    if due(step, config.run.images_every, 0):
+        preview(run, step)
+    log(run, step, [samples, rewards, advantages, updated])
