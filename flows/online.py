@@ -8,7 +8,7 @@ from tasks.rollout import generate, plan_step
 from tasks.run import finish_run, open_run
 from tasks.update import estimate_advantages, evaluate_reference, recompute_old_log_probs, train_on
 from tasks.weights import save_checkpoint, sync_weights
-from verl_omni_core.settings.loader import with_overrides
+from verl_omni_core.settings.loader import apply_overrides
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.schedule import due
 
@@ -24,7 +24,7 @@ def online(config: RunConfig, overrides: list[str] | None = None) -> str:
     Returns:
         The summary of the run.
     """
-    config = with_overrides(config, overrides or [])
+    config = apply_overrides(config, overrides or [])
     run = open_run(config)
     sync_weights(run, 0)
     if config.run.validate_before:
