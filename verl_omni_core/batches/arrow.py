@@ -6,6 +6,7 @@ casts, so NaN payloads and -0.0 survive.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -38,6 +39,7 @@ _AS_BITS = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
+_LARGEST_ROW = 2**31 - 1
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*_NATIVE, *_AS_BITS)}
 
 
@@ -97,6 +99,11 @@ def tensor_column(name: str, tensor: Tensor, dims: Sequence[str] | None = None) 
             f"{tuple(tensor.shape[1:])}; give one for each"
         )
     rows, shape = tensor.shape[0], list(tensor.shape[1:])
+    if math.prod(shape) > _LARGEST_ROW:
+        raise ContractError(
+            f"column {name!r}: rows of shape {shape} have {math.prod(shape)} values, Arrow's fixed-size lists hold "
+            f"{_LARGEST_ROW}; split the rows, or store them with any_shape_column"
+        )
     values = _values(tensor)
     metadata = {TORCH_DTYPE: dtype_name(tensor.dtype).encode()}
     if not shape:

@@ -5,6 +5,8 @@ Rows are numbered from 0, as ``dataset_row``, in every message.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +52,27 @@ def prompts_of(config: RunConfig, split: Split) -> pa.Table:
         raise DataError(message if message.startswith("data.") else f"data.{split}: {message}") from error
 
 
+@dataclass(frozen=True)
+class _Source:
+    """A file's columns as they were read: Arrow from parquet, Python values from JSON."""
+
+    columns: dict[str, list[Any] | pa.ChunkedArray]
+    rows: int
+
+    def cells(self, name: str) -> list[Any]:
+        column = self.columns[name]
+        return column if isinstance(column, list) else column.to_pylist()
+
+    def arrow(self, name: str) -> pa.Array | pa.ChunkedArray:
+        column = self.columns[name]
+        if not isinstance(column, list):
+            return column
+        try:
+            return pa.array(column)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            return _strings([v if v is None or isinstance(v, str) else _canonical(v) for v in column])
+
+
 def read_prompts(
     path: str | Path,
     *,
@@ -77,34 +100,34 @@ def read_prompts(
     path = Path(path)
     source = _read(path, max_rows)
     _check_columns(path, source, prompt_column, negative_prompt_column)
-    if not source.num_rows:
+    if not source.rows:
         raise DataError(f"{path} has no rows; give a file with at least one prompt")
-    prompts = [_messages(path, row, prompt_column, v) for row, v in enumerate(source[prompt_column].to_pylist())]
+    prompts = [_messages(path, row, prompt_column, v) for row, v in enumerate(source.cells(prompt_column))]
     for row, messages in enumerate(prompts):
         if messages is None or not _text(messages).strip():
             raise DataError(
                 f"{path}, row {row}: the prompt in column {prompt_column!r} is empty; fill it or remove the row"
             )
     columns: dict[str, Any] = {
-        DATASET_ROW: pa.array(range(source.num_rows), pa.int64()),
+        DATASET_ROW: pa.array(range(source.rows), pa.int64()),
         PROMPT: _strings([_text(messages) for messages in prompts if messages is not None]),
         MESSAGES_JSON: _strings([_canonical(messages) for messages in prompts]),
     }
     used = {prompt_column, negative_prompt_column, ground_truth_column, "reward_model", "extra_info"}
     if negative_prompt_column is not None:
-        values = source[negative_prompt_column].to_pylist()
+        values = source.cells(negative_prompt_column)
         negatives = [_messages(path, row, negative_prompt_column, value) for row, value in enumerate(values)]
         columns[NEGATIVE_PROMPT] = _strings([None if m is None else _text(m) for m in negatives])
         columns[NEGATIVE_MESSAGES_JSON] = _strings([None if m is None else _canonical(m) for m in negatives])
     columns |= _scoring_columns(path, source, ground_truth_column)
     for name in (DATA_SOURCE, AGENT_NAME):
-        if name in source.column_names:
-            columns[name] = _strings(["" if v is None else str(v) for v in source[name].to_pylist()])
+        if name in source.columns:
+            columns[name] = _strings(["" if v is None else str(v) for v in source.cells(name)])
             used.add(name)
-    columns.setdefault(DATA_SOURCE, _strings([""] * source.num_rows))
-    for name in source.column_names:
+    columns.setdefault(DATA_SOURCE, _strings([""] * source.rows))
+    for name in source.columns:
         if name not in used and name not in columns:
-            columns[name] = source[name]
+            columns[name] = source.arrow(name)
     return pa.table(columns)
 
 
@@ -142,7 +165,7 @@ def check_lengths(rows: pa.Table, token_counts: TokenCounts, policy: Literal["er
     return cut
 
 
-def _read(path: Path, max_rows: int | None) -> pa.Table:
+def _read(path: Path, max_rows: int | None) -> _Source:
     if path.suffix.lower() not in _SUFFIXES:
         raise DataError(f"{path} is no prompt file by its name; expected {', '.join(_SUFFIXES)}")
     if not path.is_file():
@@ -150,15 +173,12 @@ def _read(path: Path, max_rows: int | None) -> pa.Table:
         hint = nearest(path.name, there) if there else f"its folder {path.parent} has no prompt file"
         raise DataError(f"prompt file {path} does not exist; {hint}")
     if path.suffix.lower() == ".parquet":
-        return _read_parquet(path, max_rows)
+        table = _read_parquet(path, max_rows)
+        return _Source({name: table[name] for name in table.column_names}, table.num_rows)
     records = _jsonl_records(path) if path.suffix.lower() == ".jsonl" else _json_records(path)
-    kept: list[dict[str, Any]] = []
-    for record in records:
-        if max_rows is not None and len(kept) == max_rows:
-            break
-        kept.append(record)
+    kept = list(islice(records, max_rows))
     names = list(dict.fromkeys(name for record in kept for name in record))
-    return pa.table({name: _json_column([record.get(name) for record in kept]) for name in names})
+    return _Source({name: [record.get(name) for record in kept] for name in names}, len(kept))
 
 
 def _read_parquet(path: Path, max_rows: int | None) -> pa.Table:
@@ -235,20 +255,12 @@ def _record(path: Path, row: int, line: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _json_column(values: list[Any]) -> pa.Array:
-    try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        # rows of different types, such as a text here and messages there: checked where the column is used
-        return _strings([None if v is None else v if isinstance(v, str) else json.dumps(v) for v in values])
-
-
-def _check_columns(path: Path, source: pa.Table, prompt: str, negative: str | None) -> None:
+def _check_columns(path: Path, source: _Source, prompt: str, negative: str | None) -> None:
     for setting, name in (("data.prompt_column", prompt), ("data.negative_prompt_column", negative)):
-        if name is not None and name not in source.column_names:
-            if not source.column_names:
+        if name is not None and name not in source.columns:
+            if not source.columns:
                 raise DataError(f"{path} has no rows; give a file with at least one prompt")
-            raise DataError(f"{path} has no column {name!r}; {nearest(name, source.column_names)} Set {setting}")
+            raise DataError(f"{path} has no column {name!r}; {nearest(name, list(source.columns))} Set {setting}")
 
 
 def _messages(path: Path, row: int, column: str, value: Any) -> list[dict[str, Any]] | None:
@@ -256,7 +268,7 @@ def _messages(path: Path, row: int, column: str, value: Any) -> list[dict[str, A
     if value is None:
         return None
     if isinstance(value, str):
-        return _listed(value) or [{"role": "user", "content": value}]
+        return [{"role": "user", "content": value}]
     good = isinstance(value, list) and all(
         isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str | list)
         for item in value
@@ -268,18 +280,6 @@ def _messages(path: Path, row: int, column: str, value: Any) -> list[dict[str, A
         )
     # Arrow gives each message the keys of all others, without a value
     return [{key: part for key, part in item.items() if part is not None} for item in value]
-
-
-def _listed(text: str) -> list[dict[str, Any]] | None:
-    """Return the messages that a mixed JSON column had to be encoded as, or none for an ordinary text."""
-    if not text.startswith('[{"'):
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    is_chat = all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
-    return value if is_chat else None
 
 
 def _text(messages: list[dict[str, Any]]) -> str:
@@ -294,12 +294,12 @@ def _text(messages: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def _scoring_columns(path: Path, source: pa.Table, ground_truth_column: str | None) -> dict[str, pa.Array]:
+def _scoring_columns(path: Path, source: _Source, ground_truth_column: str | None) -> dict[str, pa.Array]:
     columns: dict[str, pa.Array] = {}
     rewards = _objects(path, source, "reward_model")
-    truths: list[Any] = [None] * source.num_rows
-    if ground_truth_column is not None and ground_truth_column in source.column_names:
-        truths = source[ground_truth_column].to_pylist()
+    truths: list[Any] = [None] * source.rows
+    if ground_truth_column is not None and ground_truth_column in source.columns:
+        truths = source.cells(ground_truth_column)
     truths = [
         (reward or {}).get("ground_truth") if truth is None else truth
         for truth, reward in zip(truths, rewards, strict=True)
@@ -314,12 +314,12 @@ def _scoring_columns(path: Path, source: pa.Table, ground_truth_column: str | No
     return columns
 
 
-def _objects(path: Path, source: pa.Table, name: str) -> list[dict[str, Any] | None]:
+def _objects(path: Path, source: _Source, name: str) -> list[dict[str, Any] | None]:
     """Return a column of objects, given as such or as JSON text; none where it is missing."""
-    if name not in source.column_names:
-        return [None] * source.num_rows
+    if name not in source.columns:
+        return [None] * source.rows
     values = []
-    for row, value in enumerate(source[name].to_pylist()):
+    for row, value in enumerate(source.cells(name)):
         try:
             parsed = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:

@@ -370,7 +370,9 @@ def _claim(folder: Path, stem: str, suffix: str) -> tuple[str, Path]:
 
 def _write_arrow(path: Path, table: pa.Table) -> str:
     """Write, sync and hash; the disk and the processor work at the same time."""
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+    # a column of a shard may hold more than 2^31 values: a few clips do
+    options = pa.ipc.IpcWriteOptions(allow_64bit=True)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=options) as writer:
         writer.write_table(table)
     with path.open("rb") as file, ThreadPoolExecutor(1) as pool:
         synced = pool.submit(os.fsync, file.fileno())

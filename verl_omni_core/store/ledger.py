@@ -104,7 +104,7 @@ class Ledger:
         for name, kind in columns.items():
             values: list[Any] = [record.get(name) for record in records]
             if name == "wall_time":
-                values = [datetime.fromisoformat(value) for value in values]
+                values = [datetime.fromisoformat(record[name]) for record in records]
             elif name == "metrics_json":
                 values = [r.get("metrics_json", json.dumps(r.get("metrics", {}))) for r in records]
             is_name = pa.types.is_dictionary(kind)

@@ -64,12 +64,12 @@ def test_metrics_are_joined_and_other_meta_values_must_agree():
 
 
 def test_batches_that_do_not_fit_are_not_concatenated():
-    with pytest.raises(ContractError, match="at least one"):
+    with pytest.raises(ContractError, match=r"at least one"):
         DataProto.concat([])
     narrow = DataProto.from_dict({"x": torch.zeros(1, 2)})
-    with pytest.raises(ContractError, match="batch 1 has other columns"):
+    with pytest.raises(ContractError, match=r"batch 1 has other columns"):
         DataProto.concat([narrow, DataProto.from_dict({"y": torch.zeros(1, 2)})])
-    with pytest.raises(ContractError, match="'x' has rows of different form"):
+    with pytest.raises(ContractError, match=r"'x' has rows of different form"):
         DataProto.concat([narrow, DataProto.from_dict({"x": torch.zeros(1, 3)})])
 
 
@@ -89,25 +89,30 @@ def test_union_joins_columns_and_refuses_two_values_of_one():
     batch = some()
     joined = batch.union(DataProto.from_dict({"advantage": torch.ones(3)}, {"uid": ["u0", "u1", "u2"]}))
     assert "advantage" in joined.batch.keys()  # noqa: SIM118
-    with pytest.raises(ContractError, match="'uid'"):
+    with pytest.raises(ContractError, match=r"'uid'"):
         batch.union(DataProto.from_dict({}, {"uid": ["u0", "u1", "x"]}))
-    with pytest.raises(ContractError, match="3 rows and of 2 rows"):
+    with pytest.raises(ContractError, match=r"3 rows and of 2 rows"):
         batch.union(some(2))
 
 
 def test_a_column_of_the_wrong_length_is_refused():
-    with pytest.raises(ContractError, match="different numbers of rows"):
+    with pytest.raises(ContractError, match=r"different numbers of rows"):
         DataProto.from_dict({"a": torch.zeros(2)}, {"b": [1]})
 
 
 def test_an_object_that_json_cannot_hold_is_refused_by_name():
-    with pytest.raises(ContractError, match="'fn'"):
+    with pytest.raises(ContractError, match=r"'fn'"):
         DataProto.from_dict({}, {"fn": [print]}).to_arrow()
 
 
 def table(name: str, indices: list[int], **columns) -> pa.Table:
     rows = len(indices)
-    fixed = {"sample_index": indices, "sample_id": [str(i) for i in indices], "uid": ["u"] * rows, "session": [0] * rows}
+    fixed = {
+        "sample_index": indices,
+        "sample_id": [str(i) for i in indices],
+        "uid": ["u"] * rows,
+        "session": [0] * rows,
+    }
     return build_table(name, {**fixed, **columns})
 
 
@@ -137,7 +142,7 @@ def test_a_row_without_a_counterpart_or_with_two_is_an_error():
 
 def test_a_batch_over_stored_memory_refuses_writes_unless_copied():
     stored = some().to_arrow()
-    with pytest.raises(ContractError, match="read-only"):
+    with pytest.raises(ContractError, match=r"read-only"):
         DataProto.from_arrow(stored, copy=False).batch["latents"].zero_()
     DataProto.from_arrow(stored).batch["latents"].zero_()
     assert DataProto.from_arrow(stored).batch["latents"].sum() == 66

@@ -51,7 +51,9 @@ def test_reference_rows_survive_transport_three_workers_and_local_padding(counts
 @given(st.lists(st.integers(0, LIMIT), min_size=1, max_size=6), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_prompt_embeddings_survive_padding_and_its_removal(lengths, dtype):
     raw = [torch.randn(n, 4).to(dtype) for n in lengths]
-    padded = [dict(zip(("prompt_embeds", "prompt_embeds_mask"), pad_embeds("p", row, LIMIT), strict=True)) for row in raw]
+    padded = [
+        dict(zip(("prompt_embeds", "prompt_embeds_mask"), pad_embeds("p", row, LIMIT), strict=True)) for row in raw
+    ]
     batch = embeds_padding_2_no_padding(stacked(padded).batch)
     assert all(torch.equal(a, b) for a, b in zip(batch["prompt_embeds"].unbind(), raw, strict=True))
     assert "prompt_embeds_mask" not in batch.keys()  # noqa: SIM118
@@ -80,9 +82,9 @@ def test_removing_padding_twice_changes_nothing_and_other_columns_are_kept():
 
 def test_exactly_the_limit_fits_and_one_more_raises():
     assert pad_condition_rows("s", fields(LIMIT), LIMIT)["condition_video_rows_mask"].all()
-    with pytest.raises(ContractError, match="sample s: condition_video_rows has 7 rows, at most 6"):
+    with pytest.raises(ContractError, match=r"sample s: condition_video_rows has 7 rows, at most 6"):
         pad_condition_rows("s", fields(LIMIT + 1), LIMIT)
-    with pytest.raises(ContractError, match="7 positions, the limit is 6; set the limit to the final length"):
+    with pytest.raises(ContractError, match=r"7 positions, the limit is 6; set the limit to the final length"):
         pad_embeds("prompt_embeds", torch.zeros(7, 2), LIMIT)
 
 
@@ -131,7 +133,7 @@ def test_a_corrupted_mask_or_count_is_refused(spoil, says):
 
 def test_rows_of_different_width_or_dtype_are_not_padded_together():
     for other in (torch.zeros(1, 4), torch.zeros(1, 3).half()):
-        with pytest.raises(ContractError, match="2 different forms"):
+        with pytest.raises(ContractError, match=r"2 different forms"):
             pad_to_longest([torch.zeros(2, 3), other])
 
 

@@ -49,9 +49,8 @@ def filler(name: str, kind: object, rows: int) -> object:
         return torch.zeros(rows, 2, dtype=getattr(torch, kind.dtype or "bfloat16"))
     if isinstance(kind, Jagged):
         return [torch.ones(i, 3).to(getattr(torch, kind.dtype or "bfloat16")) for i in range(rows)]
-    samples = {
-        "int64": 7, "int32": 7, "float": 0.5, "double": 0.5, "bool": True, "string": "x", "fixed_size_binary[32]": b"x" * 32
-    }  # fmt: skip
+    samples = {"int64": 7, "int32": 7, "float": 0.5, "double": 0.5, "bool": True, "string": "x"}
+    samples["fixed_size_binary[32]"] = b"x" * 32
     if pa.types.is_dictionary(kind):
         return ["x"] * rows
     if pa.types.is_timestamp(kind):
@@ -98,7 +97,7 @@ def test_latents_keep_their_bits_and_their_dimension_names():
 
 
 def test_a_trajectory_in_bfloat16_is_refused_because_it_would_bias_the_ratio():
-    with pytest.raises(ContractError, match="all_latents.*bfloat16.*float32"):
+    with pytest.raises(ContractError, match=r"all_latents.*bfloat16.*float32"):
         build_table("trajectories", trajectories(2, all_latents=torch.zeros(2, 3, 8, 4, 2).bfloat16()))
 
 
@@ -142,16 +141,18 @@ def test_a_value_that_breaks_the_schema_is_refused_with_its_column(changes, says
 def test_a_reader_takes_any_minor_version_and_refuses_another_major_one():
     table = build_table("advantages", advantages())
     for version in ("1.0", "1.7"):
-        check_schema(table.replace_schema_metadata({"schema_id": "advantages", "schema_version": version}), "advantages")
+        check_schema(
+            table.replace_schema_metadata({"schema_id": "advantages", "schema_version": version}), "advantages"
+        )
     with pytest.raises(ContractError, match=r"version 2\.0"):
         check_schema(table.replace_schema_metadata({"schema_id": "advantages", "schema_version": "2.0"}), "advantages")
 
 
 def test_a_reader_refuses_another_table_and_one_without_an_id():
     table = build_table("advantages", advantages())
-    with pytest.raises(ContractError, match="expected a table of schema rewards/1.0, got advantages/1.0"):
+    with pytest.raises(ContractError, match=r"expected a table of schema rewards/1.0, got advantages/1.0"):
         check_schema(table, "rewards")
-    with pytest.raises(ContractError, match="without a schema id"):
+    with pytest.raises(ContractError, match=r"without a schema id"):
         check_schema(table.replace_schema_metadata(None), "advantages")
 
 
@@ -161,5 +162,5 @@ def test_the_origin_of_a_file_is_in_its_schema():
                           row_order="sample_index")  # fmt: skip
     table = with_metadata(build_table("advantages", advantages()), "advantages", origin)
     assert metadata_of(table.schema) == origin
-    with pytest.raises(ContractError, match="run_id"):
+    with pytest.raises(ContractError, match=r"run_id"):
         metadata_of(pa.schema([]))

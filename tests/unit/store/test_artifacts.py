@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from tests.unit.store.processes import LIMIT_S, REPOSITORY
 
+from tests.unit.store.processes import LIMIT_S, REPOSITORY
 from verl_omni_core.batches.schema import check_schema, metadata_of
 from verl_omni_core.batches.tables import build_table, read_tensor
 from verl_omni_core.errors import ContractError, FencedError, StoreError
@@ -142,13 +142,15 @@ def test_shards_of_different_schemas_are_refused(store):
     attempt = store.attempt(1, "rollout", "k")
     files = [attempt.write_table("t", 0, pa.table({"x": [1]})), attempt.write_table("t", 1, pa.table({"x": ["a"]}))]
     ref = attempt.commit(files, rows=2, parents=[], producer={})
-    with pytest.raises(ContractError, match="do not fit together"):
+    with pytest.raises(ContractError, match=r"do not fit together"):
         store.table(ref, "t")
 
 
 def test_the_first_of_two_commits_wins_and_both_get_its_reference(store):
     first, second = store.attempt(1, "rollout", "k"), store.attempt(1, "rollout", "k")
-    refs = [a.commit([a.write_table("samples", 0, table([0]))], rows=1, parents=[], producer={}) for a in (first, second)]
+    refs = [
+        a.commit([a.write_table("samples", 0, table([0]))], rows=1, parents=[], producer={}) for a in (first, second)
+    ]
     assert refs[0] == refs[1]
     assert refs[0].attempt == first.name
     assert not second.folder.exists()
@@ -166,11 +168,11 @@ def test_a_commit_under_another_key_is_refused_and_leaves_no_files(store):
     ref = commit(store, [0], key="a")
     late = store.attempt(1, "rollout", "b")
     file = late.write_table("samples", 0, table([9]))
-    with pytest.raises(StoreError, match="committed under key a.*give key b.*start a new run"):
+    with pytest.raises(StoreError, match=r"committed under key a.*give key b.*start a new run"):
         late.commit([file], rows=1, parents=[], producer={})
     assert not late.folder.exists()
     assert store.find(1, "rollout") == ref
-    with pytest.raises(StoreError, match="committed under key a"):
+    with pytest.raises(StoreError, match=r"committed under key a"):
         store.committed(1, "rollout", "b")
 
 
@@ -203,7 +205,7 @@ def test_the_process_that_wrote_a_file_does_not_hash_it_again_and_another_one_do
     flip_bit(path, offset=path.read_bytes().index(np.float64(0.5).tobytes()))
     assert store.table(ref, "samples")["x"].to_pylist() != [0, 0.5]
     forget(monkeypatch)
-    with pytest.raises(StoreError, match="changed or the disk damaged it"):
+    with pytest.raises(StoreError, match=r"changed or the disk damaged it"):
         store.tables(ref, "samples")
 
 
@@ -230,29 +232,31 @@ def test_a_cut_or_missing_shard_is_found_at_once(store):
     ref = commit(store, [0, 1])
     path = store.path_of(ref, "samples-00000.arrow")
     os.truncate(path, path.stat().st_size - 8)
-    with pytest.raises(StoreError, match="bytes, its manifest says"):
+    with pytest.raises(StoreError, match=r"bytes, its manifest says"):
         store.tables(ref, "samples")
     path.unlink()
-    with pytest.raises(StoreError, match="no file"):
+    with pytest.raises(StoreError, match=r"no file"):
         store.path_of(ref, "samples-00000.arrow")
 
 
-@pytest.mark.parametrize("damage", [lambda d: d[: len(d) // 2], lambda d: b"", lambda d: d.replace(b'"k"', b'"j"')])
+@pytest.mark.parametrize(
+    "damage", [lambda d: d[: len(d) // 2], lambda data: data[:0], lambda d: d.replace(b'"k"', b'"j"')]
+)
 def test_a_torn_or_changed_manifest_is_refused(store, damage):
     ref = commit(store, [0])
     path = store._attempt_folder(ref) / "manifest.json"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(StoreError, match="torn or was changed"):
+    with pytest.raises(StoreError, match=r"torn or was changed"):
         store.committed(1, "rollout", "k")
 
 
 def test_a_lost_manifest_and_a_damaged_marker_are_named(store):
     ref = commit(store, [0])
     (store._attempt_folder(ref) / "manifest.json").unlink()
-    with pytest.raises(StoreError, match="missing, though its stage is committed"):
+    with pytest.raises(StoreError, match=r"missing, though its stage is committed"):
         store.committed(1, "rollout", "k")
     (store._stage_folder(1, "rollout") / "COMMIT").write_text("{")
-    with pytest.raises(StoreError, match="COMMIT is damaged"):
+    with pytest.raises(StoreError, match=r"COMMIT is damaged"):
         store.find(1, "rollout")
 
 
@@ -260,7 +264,7 @@ def test_a_table_file_or_column_that_does_not_exist_is_refused_with_those_that_d
     ref = commit(store, [0])
     with pytest.raises(StoreError, match=r"no table 'media'; it has \['samples'\]"):
         store.table(ref, "media")
-    with pytest.raises(StoreError, match="no file 'x.png'"):
+    with pytest.raises(StoreError, match=r"no file 'x.png'"):
         store.path_of(ref, "x.png")
     with pytest.raises(StoreError, match=r"no columns \['y'\]"):
         store.table(ref, "samples", columns=["y"])
@@ -279,14 +283,14 @@ def test_files_that_are_no_tables_are_kept_with_their_digests(store, monkeypatch
     assert store.path_of(ref, "state/part-0").read_bytes() == b"moments"
     store.verify(ref)
     flip_bit(store.path_of(ref, "state/part-0"))
-    with pytest.raises(StoreError, match="part-0"):
+    with pytest.raises(StoreError, match=r"part-0"):
         store.verify(ref)
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/x", "a/../../b", "", "a\\b"])
 def test_a_file_name_cannot_leave_its_folder(store, name):
     attempt = store.attempt(1, "checkpoint", "k")
-    with pytest.raises(StoreError, match="would leave its folder"):
+    with pytest.raises(StoreError, match=r"would leave its folder"):
         attempt.write_file(name, b"x")
     evil = ArtifactRef("checkpoint", 1, "k", "0" * 64, name, 0)
     with pytest.raises(StoreError):
@@ -295,7 +299,7 @@ def test_a_file_name_cannot_leave_its_folder(store, name):
 
 @pytest.mark.parametrize("stage", ["../x", "Rollout", "", "a/b"])
 def test_a_stage_name_cannot_leave_its_folder(store, stage):
-    with pytest.raises(StoreError, match="no legal name"):
+    with pytest.raises(StoreError, match=r"no legal name"):
         store.attempt(1, stage, "k")
 
 
@@ -303,25 +307,25 @@ def test_a_commit_names_files_that_exist_and_each_shard_once(store):
     attempt = store.attempt(1, "rollout", "k")
     files = [attempt.write_table("samples", 0, table([0])) for _ in range(2)]
     assert files[0].name != files[1].name  # a second delivery of a pack does not touch the first
-    with pytest.raises(ContractError, match="two files are shard 0"):
+    with pytest.raises(ContractError, match=r"two files are shard 0"):
         attempt.commit(files, rows=1, parents=[], producer={})
     (attempt.folder / files[0].name).unlink()
-    with pytest.raises(StoreError, match="no file"):
+    with pytest.raises(StoreError, match=r"no file"):
         attempt.commit(files[:1], rows=1, parents=[], producer={})
     assert attempt.commit(files[1:], rows=1, parents=[], producer={}).rows == 1
 
 
 def test_without_the_free_space_to_keep_nothing_is_written(store, tmp_path):
     full = RunStore(tmp_path, min_free_bytes=1 << 60)
-    with pytest.raises(StoreError, match="GB are free, .* GB are needed"):
+    with pytest.raises(StoreError, match=r"GB are free, .* GB are needed"):
         full.attempt(1, "rollout", "k")
     assert not (tmp_path / "steps").exists()
 
 
 def test_a_table_larger_than_the_free_space_is_refused_before_it_is_written(store, monkeypatch):
     attempt = store.attempt(1, "rollout", "k")
-    monkeypatch.setattr("verl_omni_core.store.durable_files.free_bytes", lambda path: 1000)
-    with pytest.raises(StoreError, match="are needed"):
+    monkeypatch.setattr("verl_omni_core.store.durable_files.free_bytes", lambda _: 1000)
+    with pytest.raises(StoreError, match=r"are needed"):
         attempt.write_table("samples", 0, table(list(range(1000))))
     assert not list(attempt.folder.glob("*.arrow"))
 
@@ -335,7 +339,7 @@ def test_a_disk_that_fills_up_in_mid_write_leaves_no_file_and_no_commit(store, m
 
     with monkeypatch.context() as patch:
         patch.setattr(attempt_module, "_write_arrow", full)
-        with pytest.raises(StoreError, match="disk is full"):
+        with pytest.raises(StoreError, match=r"disk is full"):
             attempt.write_table("samples", 0, table([0]))
     assert not list(attempt.folder.glob("*.arrow"))
     assert commit(store, [0]).rows == 1
@@ -416,5 +420,5 @@ def test_a_damaged_finished_shard_is_produced_again(store, monkeypatch):
 def test_a_swept_attempt_cannot_write_any_more(store):
     attempt = store.attempt(1, "rollout", "k")
     attempt.discard()
-    with pytest.raises(FencedError, match="swept"):
+    with pytest.raises(FencedError, match=r"swept"):
         attempt.write_table("samples", 0, table([0]))

@@ -5,13 +5,13 @@ import random
 import time
 
 import pytest
-from tests.unit.store.processes import LIMIT_S, answers, kill_after, start
 
+from tests.unit.store.processes import LIMIT_S, answers, kill_after, start
 from verl_omni_core.errors import FencedError
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.attempt import COMMIT
-from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.lease import take_ownership
+from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.manifest import ArtifactRef
 
 ONE_STAGE = """
@@ -133,7 +133,9 @@ def test_of_two_processes_that_race_to_commit_exactly_one_wins_and_both_know_it(
     assert refs == [winner] * (2 if keys[0] == keys[1] else 1)
     assert all("StoreError" in line and "committed under key" in line for line in said if not line.startswith("{"))
     store.verify(winner)
-    assert [path.name for path in (tmp_path / "steps" / "000001" / "rollout" / "attempts").iterdir()] == [winner.attempt]
+    assert [path.name for path in (tmp_path / "steps" / "000001" / "rollout" / "attempts").iterdir()] == [
+        winner.attempt
+    ]
     assert not list((tmp_path / "steps" / "000001" / "rollout").glob(".tmp*"))
 
 
@@ -144,7 +146,7 @@ def test_a_zombie_of_an_older_epoch_can_neither_commit_nor_append_nor_begin(tmp_
     file = attempt.write_file("x", b"late")
     first.release()  # as if its machine had been cut off
     second = take_ownership(tmp_path, "second")
-    with pytest.raises(FencedError, match="epoch 1 .* has ended: epoch 2 belongs to second"):
+    with pytest.raises(FencedError, match=r"epoch 1 .* has ended: epoch 2 belongs to second"):
         attempt.commit([file], rows=0, parents=[], producer={})
     with pytest.raises(FencedError):
         ledger.append({"step": 1})
@@ -166,7 +168,7 @@ def test_a_zombie_of_an_older_epoch_can_neither_commit_nor_append_nor_begin(tmp_
 
 def test_a_store_without_an_epoch_cannot_commit_to_a_run_that_has_an_owner(tmp_path):
     attempt = RunStore(tmp_path).attempt(1, "rollout", "k")
-    with take_ownership(tmp_path, "flow"), pytest.raises(FencedError, match="epoch 0"):
+    with take_ownership(tmp_path, "flow"), pytest.raises(FencedError, match=r"epoch 0"):
         attempt.commit([], rows=0, parents=[], producer={})
 
 

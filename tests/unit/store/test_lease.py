@@ -5,8 +5,8 @@ import os
 import time
 
 import pytest
-from tests.unit.store.processes import LIMIT_S, kill_after, start
 
+from tests.unit.store.processes import LIMIT_S, kill_after, start
 from verl_omni_core.errors import FencedError, StoreError
 from verl_omni_core.store.lease import check_epoch, holder, is_owned, newest_epoch, take_ownership
 
@@ -20,7 +20,7 @@ def test_epochs_only_grow(tmp_path):
             assert own.epoch == newest_epoch(tmp_path) == expected
             own.check()
     check_epoch(tmp_path, 3)
-    with pytest.raises(FencedError, match="epoch 2 .* has ended: epoch 3 belongs to me"):
+    with pytest.raises(FencedError, match=r"epoch 2 .* has ended: epoch 3 belongs to me"):
         check_epoch(tmp_path, 2)
 
 
@@ -37,7 +37,7 @@ def test_a_second_owner_is_refused_with_who_holds_the_run(tmp_path):
 def test_a_process_holds_the_run_until_it_is_killed_and_then_it_can_be_taken(tmp_path):
     process = start(HOLD + "", tmp_path)
     assert process.stdout.readline() == "epoch 1\n"
-    with pytest.raises(FencedError, match="flow of process one"):
+    with pytest.raises(FencedError, match=r"flow of process one"):
         take_ownership(tmp_path, "me")
     process.kill()
     process.wait(LIMIT_S)
@@ -99,14 +99,14 @@ def test_releasing_twice_is_harmless_and_does_not_release_the_next_owner(tmp_pat
 
 
 def test_a_folder_that_does_not_exist_cannot_be_owned(tmp_path):
-    with pytest.raises(StoreError, match="create the run"):
+    with pytest.raises(StoreError, match=r"create the run"):
         take_ownership(tmp_path / "none", "me")
 
 
 def test_a_leftover_of_a_broken_lock_service_is_recognised(tmp_path, monkeypatch):
     (tmp_path / "epoch").mkdir()
-    monkeypatch.setattr("verl_omni_core.store.lease.newest_epoch", lambda root: 0)
+    monkeypatch.setattr("verl_omni_core.store.lease.newest_epoch", lambda _: 0)
     (tmp_path / "epoch" / "1.json").write_text('{"owner": "x"}')
-    with pytest.raises(FencedError, match="was taken by"):
+    with pytest.raises(FencedError, match=r"was taken by"):
         take_ownership(tmp_path, "me")
     assert not is_owned(tmp_path)

@@ -4,8 +4,8 @@ import json
 import threading
 
 import pytest
-from tests.unit.store.processes import LIMIT_S, answers, kill_after, start
 
+from tests.unit.store.processes import LIMIT_S, answers, kill_after, start
 from verl_omni_core.batches.schema import SCHEMAS, check_schema
 from verl_omni_core.errors import ContractError, FencedError, StoreError
 from verl_omni_core.store.ledger import Ledger
@@ -50,7 +50,7 @@ def test_a_second_writer_is_refused_by_the_number_that_is_taken(tmp_path):
     one.append(update(1))
     two.append(update(2))
     for _ in range(2):
-        with pytest.raises(FencedError, match="somebody else wrote to the ledger"):
+        with pytest.raises(FencedError, match=r"somebody else wrote to the ledger"):
             one.append(update(2))
     assert len(one.records()) == 2
     with pytest.raises(FencedError):  # reading what the other wrote does not make it the owner
@@ -60,9 +60,7 @@ def test_a_second_writer_is_refused_by_the_number_that_is_taken(tmp_path):
 
 def test_threads_of_one_owner_append_without_gaps(tmp_path):
     ledger = Ledger(tmp_path)
-    threads = [
-        threading.Thread(target=lambda: [ledger.append({"step": 1}) for _ in range(5)]) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: [ledger.append({"step": 1}) for _ in range(5)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -76,19 +74,19 @@ def test_a_lost_record_is_named(tmp_path):
         ledger.append(update(step))
     (tmp_path / "ledger" / f"{2:012d}.json").unlink()
     for use in (lambda: Ledger(tmp_path).records(), lambda: Ledger(tmp_path).append(update(4))):
-        with pytest.raises(StoreError, match="lacks record 2 of 3"):
+        with pytest.raises(StoreError, match=r"lacks record 2 of 3"):
             use()
 
 
 @pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("damage", [lambda t: t[:20], lambda t: t.replace('"opt"', '"ema"'), lambda t: ""])
+@pytest.mark.parametrize("damage", [lambda t: t[:20], lambda t: t.replace('"opt"', '"ema"'), lambda text: text[:0]])
 def test_a_damaged_record_is_named_the_last_one_too(tmp_path, number, damage):
     ledger = Ledger(tmp_path)
     for step in (1, 2, 3):
         ledger.append(update(step))
     path = tmp_path / "ledger" / f"{number:012d}.json"
     path.write_text(damage(path.read_text()))
-    with pytest.raises(StoreError, match=f"record {number} .*damaged"):
+    with pytest.raises(StoreError, match=rf"record {number} .*damaged"):
         Ledger(tmp_path).records()
 
 
@@ -101,7 +99,7 @@ def test_a_record_replaced_by_another_valid_one_is_found(tmp_path):
     other.append(update(9))
     name = f"{1:012d}.json"
     (tmp_path / "ledger" / name).write_bytes((tmp_path / "other" / "ledger" / name).read_bytes())
-    with pytest.raises(StoreError, match="record 2 .*the one before it was changed"):
+    with pytest.raises(StoreError, match=r"record 2 .*the one before it was changed"):
         Ledger(tmp_path).records()
 
 

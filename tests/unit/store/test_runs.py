@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from tests.unit.store.processes import LIMIT_S, start
 
+from tests.unit.store.processes import LIMIT_S, start
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.identity import digest
 from verl_omni_core.store.artifacts import RunStore
@@ -23,10 +23,10 @@ def test_a_run_keeps_its_resolved_settings(tmp_path):
 
 def test_an_id_that_exists_is_refused_and_one_that_is_illegal_too(tmp_path):
     create_run(tmp_path, CONFIG, code_version="1", run_id="a")
-    with pytest.raises(StoreError, match="'a' exists .*resume it"):
+    with pytest.raises(StoreError, match=r"'a' exists .*resume it"):
         create_run(tmp_path, {}, code_version="1", run_id="a")
     for name in ("../x", "", "a b", "x" * 101):
-        with pytest.raises(ConfigError, match="run.id"):
+        with pytest.raises(ConfigError, match=r"run.id"):
             create_run(tmp_path, CONFIG, code_version="1", run_id=name)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -40,9 +40,9 @@ def test_derived_ids_tell_time_and_profile_and_never_collide(tmp_path):
 
 def test_a_run_that_does_not_exist_is_named_with_those_that_do(tmp_path):
     create_run(tmp_path, CONFIG, code_version="1", run_id="there")
-    with pytest.raises(StoreError, match="no run 'other'; it has there"):
+    with pytest.raises(StoreError, match=r"no run 'other'; it has there"):
         open_run(tmp_path, "other")
-    with pytest.raises(StoreError, match="no run"):
+    with pytest.raises(StoreError, match=r"no run"):
         open_run(tmp_path, "../etc")
 
 
@@ -54,10 +54,10 @@ def test_a_foreign_folder_and_changed_settings_are_refused(tmp_path):
     value = json.loads((run.root / "run.json").read_text())
     value["config"]["run"]["seed"] = 2
     (run.root / "run.json").write_text(json.dumps(value))
-    with pytest.raises(StoreError, match="do not match their digest"):
+    with pytest.raises(StoreError, match=r"do not match their digest"):
         open_run(tmp_path, "a")
     (run.root / "run.json").write_text("{")
-    with pytest.raises(StoreError, match="damaged"):
+    with pytest.raises(StoreError, match=r"damaged"):
         open_run(tmp_path, "a")
     assert [summary.status for summary in list_runs(tmp_path)] == ["damaged"]
 
