@@ -17,6 +17,10 @@ from verl_omni_core.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_omni_core.workers.commands import InferCommand, ProbeCommand
 
 
+# every step's samples here are the base's
+ANY_RATIO = {"max_ratio_deviation": None}
+
+
 @pytest.fixture(scope="session")
 def pipeline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny-sd3")
@@ -54,6 +58,8 @@ def test_an_update_moves_the_policy_and_says_what_it_did(pipeline, run, tmp_path
     assert after != before and all(torch.isfinite(t).all() for t in tensors.values())
     assert result.ratio_deviation <= 1e-5
     names = {"loss", "grad_norm", "lr", "ratio_mean", "ratio_std", "pg_clipfrac", "ppo_kl", "skipped_steps"}
+    assert result.metrics["actor/first_ratio_deviation"] == result.ratio_deviation
+    assert result.metrics["actor/optimizer_steps"] == 2
     assert {f"actor/{name}" for name in names} <= result.metrics.keys()
     assert [record["update_id"] for record in result.records] == ["000001/0000", "000001/0001"]
     assert [record["version_after"] for record in result.records] == [0, 1]
@@ -118,11 +124,11 @@ def test_an_older_owner_is_refused(pipeline, run, tmp_path):
 
 def test_a_worker_restored_from_a_checkpoint_trains_on_identically(pipeline, run, tmp_path):
     root, refs = run
-    worker = made(pipeline, ema_decay=0.9, schedule="cosine", deterministic=True)
+    worker = made(pipeline, ema_decay=0.9, schedule="cosine", deterministic=True, algorithm=ANY_RATIO)
     first = worker.update_actor(command(root, refs[1], 1))
     worker.save_checkpoint(str(tmp_path / "checkpoint"))
     second = worker.update_actor(command(root, refs[2], 2))
-    other = made(pipeline, ema_decay=0.9, schedule="cosine", deterministic=True)
+    other = made(pipeline, ema_decay=0.9, schedule="cosine", deterministic=True, algorithm=ANY_RATIO)
     assert other.load_checkpoint(str(tmp_path / "checkpoint")) == 1
     assert other.update_actor(command(root, refs[1], 1)) == first
     repeated = other.update_actor(command(root, refs[2], 2))

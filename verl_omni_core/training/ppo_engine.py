@@ -14,20 +14,23 @@ Axes: ``R`` samples, ``W`` stored steps, ``B`` rows of a forward pass (pairs of 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_omni_core.algorithms._contract import Current, LossOutput
+from verl_omni_core.batches import columns
 from verl_omni_core.errors import ContractError
+from verl_omni_core.metrics.reduce import Accumulator
 from verl_omni_core.training import sharding
 from verl_omni_core.training.engine import DiffusersFSDPEngine
 from verl_omni_core.training.losses import LossFunction, weighted
 from verl_omni_core.training.micro_batches import Pair, forward_passes
 from verl_omni_core.training.replay import Denoising, check_timesteps, score_step
 
+_LOSS = "actor/loss"
 _NOT_FOR_LOSSES = ("all_latents", "prompt_index", "weight", "pack", "steps")
 
 
@@ -35,33 +38,31 @@ _NOT_FOR_LOSSES = ("all_latents", "prompt_index", "weight", "pack", "steps")
 class BatchResult:
     """What the passes over a mini-batch say, equal on all ranks."""
 
-    metrics: dict[str, float]
-    """The algorithm's metrics and ``loss``: means over pairs."""
+    metrics: Accumulator
+    """The algorithm's metrics and ``actor/loss``, over all rows that count."""
     ratio_deviation: float
     """Largest ``|exp(log_probs - rollout_log_probs) - 1|``; against ``old_log_probs`` where the engine gave none."""
     pairs: float
     """Total weight; zero: nothing was computed and there is no gradient."""
 
 
-@dataclass
-class _Sums:
-    """Weighted sums over the passes of this rank."""
+class _Passes:
+    """What this rank's passes say."""
 
-    values: dict[str, float] = field(default_factory=dict)
-    deviation: float = 0.0
+    def __init__(self) -> None:
+        self.metrics = Accumulator()
+        self.names: set[str] = set()
+        self.deviation = torch.zeros(())
 
-    def add(self, current: Current, batch: Mapping[str, Tensor], output: LossOutput, weight: Tensor) -> None:
-        named = {"loss": output.loss.detach(), **output.metrics}
-        for name, value in named.items():
-            # a scalar is a statement about the pass; it counts with the rows it was made of
-            total = (value * weight).sum() if value.ndim else value * weight.sum()
-            self.values[name] = self.values.get(name, 0.0) + float(total)
-        stored = batch.get("rollout_log_probs", batch.get("old_log_probs"))
-        if stored is not None:
-            ratios = torch.exp(current.log_probs.detach() - stored)[weight > 0]
-            if ratios.numel():
-                # nan must not pass for the smaller one
-                self.deviation = float(torch.maximum(torch.tensor(self.deviation), (ratios - 1).abs().max().cpu()))
+    def add(self, current: Current, stored: Mapping[str, Tensor], output: LossOutput, weight: Tensor) -> None:
+        values = {_LOSS: output.loss.detach(), **output.metrics}
+        self.names |= values.keys()
+        self.metrics.add(values, weight)
+        drawn = stored.get(columns.ROLLOUT_LOG_PROBS, stored.get(columns.OLD_LOG_PROBS))
+        if drawn is not None:
+            ratios = torch.exp(current.log_probs.detach() - drawn)[weight > 0]
+            # not python's max, which may lose a nan
+            self.deviation = torch.cat([(ratios - 1).abs().cpu(), self.deviation[None]]).max()
 
 
 class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
@@ -111,14 +112,14 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         self._check(rows)
         passes, total, padding = self._plan(rows)
         if total == 0:
-            return BatchResult({}, 0.0, 0.0)
-        sums = _Sums()
+            return BatchResult(Accumulator(), 0.0, 0.0)
+        said = _Passes()
         with self.train_mode():
             for number, pairs in enumerate([*passes, *padding]):
                 sharding.sync_gradients(self.module, self._reduces_each_pass or number + 1 == len(passes) + len(padding))
                 is_padding = number >= len(passes)
-                self._backward(batch, pairs, loss_fn, total, sums, is_padding)
-        result = self._reduce(sums, total)
+                self._backward(batch, pairs, loss_fn, total, said, is_padding)
+        result = self._reduce(said, total)
         if check is not None:
             try:
                 check(result)
@@ -183,7 +184,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         )
 
     def _backward(
-        self, batch: TensorDict, pairs: list[Pair], loss_fn: LossFunction, total: float, sums: _Sums, is_padding: bool
+        self, batch: TensorDict, pairs: list[Pair], loss_fn: LossFunction, total: float, said: _Passes, is_padding: bool
     ) -> None:
         current = self.prepare_model_outputs(self.prepare_model_inputs(batch, pairs))
         stored, weight = self._stored(batch["rows"], pairs)
@@ -191,7 +192,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             weight = torch.zeros_like(weight)
         output = loss_fn(current, stored)
         weighted(output.loss, weight, total, self.ranks.size).backward()
-        sums.add(current, stored, output, weight)
+        said.add(current, stored, output, weight)
 
     def _stored(self, rows: TensorDict, pairs: list[Pair]) -> tuple[dict[str, Tensor], Tensor]:
         sample, step = torch.tensor(pairs, dtype=torch.int64).T
@@ -201,10 +202,13 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         }
         return {**per_step, **per_row}, rows["weight"][sample].to(self.device)
 
-    def _reduce(self, sums: _Sums, total: float) -> BatchResult:
-        names = sorted(sums.values)
-        values = self.ranks.sum(torch.tensor([sums.values[name] for name in names], dtype=torch.float64)) / total
-        # a plain maximum over ranks may lose a nan
-        broken = self.ranks.max(torch.tensor(float(sums.deviation != sums.deviation))).item() > 0
-        deviation = float("nan") if broken else float(self.ranks.max(torch.tensor(sums.deviation)))
-        return BatchResult(dict(zip(names, values.tolist(), strict=True)), deviation, total)
+    def _reduce(self, said: _Passes, total: float) -> BatchResult:
+        names, own = sorted(said.names), said.metrics.state()
+        nothing = (0.0,) * 6
+        states = self.ranks.gather(torch.tensor([own.get(name, nothing) for name in names], dtype=torch.float64))
+        merged = Accumulator()
+        for state in states:
+            rows = zip(names, state.tolist(), strict=True)
+            merged.merge({name: values for name, values in rows if values[0] > 0})
+        deviation = torch.stack(self.ranks.gather(said.deviation)).max()
+        return BatchResult(merged, float(deviation), total)

@@ -39,6 +39,14 @@ class Ranks:
         """Return the elementwise maximum over all ranks of a CPU tensor."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Return every rank's CPU tensor, of one shape, in the order of the ranks."""
+        if self.group is None:
+            return [values]
+        found = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(found, values, group=self.group)
+        return found
+
     def agree(self, yes: bool) -> bool:
         """Return whether all ranks say yes."""
         return self._reduced(torch.tensor([int(yes)]), dist.ReduceOp.MIN).item() == 1

@@ -46,9 +46,11 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=compute_dtype is not None
     )
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+    # ranks on CPUs mostly share one machine's memory, and gathering is what costs them time: once a mini-batch is enough
+    gives_back = torch.device(device).type != "cpu"
+    for part in (*units, module):
+        sharded = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=gives_back)
+        sharded.set_reshard_after_backward(gives_back, recurse=False)
     return True
 
 

@@ -15,6 +15,7 @@ from verl_omni_core.batches import columns
 from verl_omni_core.batches.tables import build_table
 from verl_omni_core.errors import ConfigError, ContractError, FencedError, NumericError
 from verl_omni_core.identity import digest
+from verl_omni_core.metrics.reduce import Accumulator
 from verl_omni_core.rollout._contract import WeightUpdate
 from verl_omni_core.samplers._denoise import denoise
 from verl_omni_core.settings import resolve
@@ -59,7 +60,8 @@ class ActorRolloutRefWorker:
         self._version = 0
         self._epoch = 0
         self._applied: dict[str, dict[str, Any]] = {}
-        """Records of the optimizer steps of the training step that is under way, by update id."""
+        """Of the training step that is under way, by update id: each optimizer step's ledger ``record``, its metrics'
+        ``state`` and the ``ratio_deviation`` of its rows."""
         self._answer: UpdateResult | None = None
 
     def open_rendezvous(self) -> tuple[str, int]:
@@ -123,7 +125,7 @@ class ActorRolloutRefWorker:
                 f"update of step {command.step} expects version {command.expected_version}, this trainer holds "
                 f"{self._version}; load the checkpoint of step {command.step - 1}, or send the update that is due"
             )
-        _refuse_other_rows([record["batch_digest"] for record in self._applied.values()], digests, command.step)
+        _refuse_other_rows([done["record"]["batch_digest"] for done in self._applied.values()], digests, command.step)
         ranks = worker.engine.ranks
         rows = vote(ranks, lambda: self._rows(command))
         for number, indices in enumerate(command.mini_batches):
@@ -135,10 +137,16 @@ class ActorRolloutRefWorker:
                 check=self._check_ratio if number == 0 else None,
                 before_step=lambda: self._fence(command.root, command.epoch),
             )
-            self._applied[command.update_id(number)] = _record(command, number, digests[number], result)
-        worker.engine.lr_scheduler_step()
+            self._applied[command.update_id(number)] = {
+                "record": _record(command, number, digests[number], result),
+                "state": result.metrics.state(),
+                "ratio_deviation": result.ratio_deviation,
+            }
+        learning_rate = worker.engine.lr_scheduler_step()
         self._version = command.step
-        self._answer = _answer(command, list(self._applied.values()), time.monotonic() - started)
+        self._answer = _answer(
+            command, list(self._applied.values()), learning_rate, seconds=time.monotonic() - started
+        )
         self._applied = {}
         return self._answer
 
@@ -355,7 +363,6 @@ def _refuse_other_rows(before: list[str], now: list[str], step: int) -> None:
 
 
 def _record(command: UpdateCommand, number: int, batch_digest: str, result: MiniBatchResult) -> dict[str, Any]:
-    metrics = {**result.metrics, "actor/ratio_deviation": result.ratio_deviation}
     last = number + 1 == len(command.mini_batches)
     return {
         "update_id": command.update_id(number),
@@ -367,21 +374,18 @@ def _record(command: UpdateCommand, number: int, batch_digest: str, result: Mini
         "batch_digest": batch_digest,
         "skipped": result.skipped,
         # text, because a skipped step has numbers that JSON does not know
-        "metrics_json": json.dumps(metrics, sort_keys=True),
+        "metrics_json": json.dumps(result.metrics.result(), sort_keys=True),
     }
 
 
-def _answer(command: UpdateCommand, records: list[dict[str, Any]], seconds: float) -> UpdateResult:
-    every = [json.loads(record["metrics_json"]) for record in records]
-    names = sorted({name for metrics in every for name in metrics})
-    means = {name: _mean([metrics[name] for metrics in every if name in metrics]) for name in names}
+def _answer(
+    command: UpdateCommand, applied: list[dict[str, Any]], learning_rate: float, *, seconds: float
+) -> UpdateResult:
+    metrics = Accumulator()
+    for done in applied:
+        metrics.merge(done["state"])
+    deviation = applied[0]["ratio_deviation"]
+    metrics.add({"actor/lr": learning_rate, "actor/first_ratio_deviation": deviation})
+    records = [done["record"] for done in applied]
     skipped = sum(record["skipped"] for record in records)
-    deviation = every[0]["actor/ratio_deviation"]
-    metrics = {**means, "actor/ratio_deviation": deviation, "actor/skipped_steps": float(skipped)}
-    return UpdateResult(command.step, command.step, metrics, records, skipped, deviation, seconds)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
+    return UpdateResult(command.step, command.step, metrics.result(), records, skipped, deviation, seconds)

@@ -54,7 +54,7 @@ class UpdateResult:
     version: int
     """Policy version after it."""
     metrics: dict[str, float]
-    """By the names of ``actor/*``: means over the step's optimizer steps."""
+    """By the names of ``actor/*``, each reduced over all rows of all optimizer steps as ``metrics.names`` declares."""
     records: list[dict[str, Any]]
     """One ledger record an optimizer step: the columns of the ``updates`` table, without those that the ledger adds."""
     skipped: int

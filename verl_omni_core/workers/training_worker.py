@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from verl_omni_core.errors import ContractError
+from verl_omni_core.metrics.reduce import Accumulator
 from verl_omni_core.training.losses import LossFunction
 from verl_omni_core.training.ppo_engine import BatchResult, PPODiffusersFSDPEngine
 from verl_omni_core.training.ranks import Ranks
@@ -18,7 +19,7 @@ from verl_omni_core.training.ranks import Ranks
 class MiniBatchResult:
     """What one optimizer step did, equal on all ranks."""
 
-    metrics: dict[str, float]
+    metrics: Accumulator
     """By the names of ``actor/*``."""
     ratio_deviation: float
     skipped: bool
@@ -68,14 +69,17 @@ class TrainingWorker:
         except BaseException:
             engine.optimizer_zero_grad()
             raise
-        learning_rate = engine.learning_rate
+        metrics = result.metrics
         if result.pairs == 0:
             engine.skip_step("no row of the mini-batch is valid")
-            return MiniBatchResult({"actor/lr": learning_rate}, 0.0, skipped=True)
-        step = engine.optimizer_step()
-        metrics = {name if "/" in name else f"actor/{name}": value for name, value in result.metrics.items()}
-        metrics |= {"actor/grad_norm": step.grad_norm, "actor/lr": learning_rate}
-        return MiniBatchResult(metrics, result.ratio_deviation, step.skipped)
+            is_skipped = True
+        else:
+            step = engine.optimizer_step()
+            is_skipped = step.skipped
+            if not is_skipped:  # an infinite norm would hide all others; the skip is counted
+                metrics.add({"actor/grad_norm": step.grad_norm})
+        metrics.add({"actor/skipped_steps": float(is_skipped), "actor/optimizer_steps": float(not is_skipped)})
+        return MiniBatchResult(metrics, result.ratio_deviation, is_skipped)
 
     def train_batch(self, mini_batches: Sequence[TensorDict]) -> list[MiniBatchResult]:
         """Make an optimizer step on each mini-batch, then advance the learning rate once."""

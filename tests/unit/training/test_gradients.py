@@ -24,7 +24,7 @@ def test_every_micro_batch_size_gives_the_same_gradient(pipeline, batch, rank):
         found, result = _gradient(made, batch)
         assert tiny.relative(found, expected) < 1e-5
         assert tiny.per_tensor(found, expected) < 5e-5
-        assert result.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-6)
+        assert result.metrics.result()["actor/loss"] == pytest.approx(whole.metrics.result()["actor/loss"], rel=1e-6)
 
 
 def test_gradient_is_that_of_the_mean_over_rows_and_steps(pipeline, batch):
@@ -49,7 +49,7 @@ def test_rows_of_weight_zero_change_nothing(pipeline, batch):
     found, masked_result = _gradient(made, masked)
     assert tiny.relative(found, expected) < 1e-5
     assert masked_result.pairs == result.pairs == 10
-    assert masked_result.metrics["ratio_mean"] == pytest.approx(result.metrics["ratio_mean"])
+    assert masked_result.metrics.result()["actor/ratio_mean"] == pytest.approx(result.metrics.result()["actor/ratio_mean"])
 
 
 def test_a_mini_batch_without_weight_computes_nothing(pipeline, batch):
@@ -98,7 +98,7 @@ def test_divergence_from_the_reference_has_a_gradient(pipeline, batch):
     with_reference["rows"]["steps"]["ref_prev_sample_mean"] = reference["prev_sample_mean"]
     with_reference["rows"]["advantages"] = torch.zeros(tiny.ROWS)
     found, result = _gradient(made, with_reference, tiny.policy_gradient(tiny.SimpleNamespace(kl_coef=1.0)))
-    assert result.metrics["kl_loss"] > 0
+    assert result.metrics.result()["actor/kl_loss"] > 0
     assert max(g.abs().max() for g in found.values()) > 0
 
 

@@ -43,20 +43,20 @@ def test_parameters_of_two_ranks_equal_those_of_one_after_sgd(one, two, kind):
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_metrics_and_norms_of_two_ranks_equal_those_of_one(one, two, kind):
     for step in range(3):
-        assert two[0][kind]["norms"][step] == pytest.approx(one[kind]["norms"][step], rel=1e-5)
-        assert two[0][kind]["metrics"][step] == pytest.approx(one[kind]["metrics"][step], rel=1e-5)
+        assert two[0][kind]["norms"][step] == pytest.approx(one[kind]["norms"][step], rel=1e-5, abs=1e-7)
+        assert two[0][kind]["metrics"][step] == pytest.approx(one[kind]["metrics"][step], rel=1e-5, abs=1e-7)
         assert two[0][kind]["metrics"][step] == two[1][kind]["metrics"][step]
 
 
 def test_bf16_computes_on_any_number_of_ranks(one, two):
-    assert two[0]["bf16"][0]["ratio_mean"] == pytest.approx(one["bf16"][0]["ratio_mean"], abs=1e-2)
+    assert two[0]["bf16"][0]["actor/ratio_mean"] == pytest.approx(one["bf16"][0]["actor/ratio_mean"], abs=1e-2)
 
 
 def test_a_rank_without_rows_takes_part_and_changes_nothing(one, two):
-    gradient, outcome = two[1]["empty rank"]
-    expected, expected_outcome = one["empty rank"]
+    gradient, pairs, metrics = two[1]["empty rank"]
+    expected, expected_pairs, expected_metrics = one["empty rank"]
     assert tiny.per_tensor(gradient, expected) < 1e-5
-    assert outcome.pairs == expected_outcome.pairs
+    assert pairs == expected_pairs and metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7)
 
 
 def test_infinity_on_one_rank_skips_the_step_on_all(one, two):
@@ -103,7 +103,7 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one(one, pipeline, checkpoints):
 
 
 def _same_step(found, expected):
-    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-6)
     for part in ("parameters", "ema"):
         for name, tensor in expected[part].items():
             # Adam divides by the gradient's own size, so rounding of a gradient near 0 moves a parameter by a share of lr

@@ -118,12 +118,12 @@ def policy_gradient(options: Any = SimpleNamespace(kl_coef=0.0)) -> Any:
     def loss(current: Current, stored: Mapping[str, Tensor], options: Any) -> LossOutput:
         ratio = torch.exp(current.log_probs - stored["old_log_probs"])
         value = -stored["advantages"] * ratio
-        metrics = {"ratio_mean": ratio.detach()}
+        metrics = {"actor/ratio_mean": ratio.detach(), "actor/ratio_std": ratio.detach()}
         if options.kl_coef:
             gap = (current.prev_sample_mean - stored["ref_prev_sample_mean"]).square().flatten(1).mean(1)
             divergence = gap / (2 * current.std_dev_t.square())
             value = value + options.kl_coef * divergence
-            metrics["kl_loss"] = divergence.detach()
+            metrics["actor/kl_loss"] = divergence.detach()
         return LossOutput(value, metrics)
 
     return diffusion_loss(SimpleNamespace(EVALUATION="replay", REQUIRES=(), loss=loss), options)
