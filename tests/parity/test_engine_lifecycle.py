@@ -1,7 +1,10 @@
 """Weights, sleep, limits and ranks of the real engine, on the tiny pipeline; one engine serves most tests, in order."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,3 +98,19 @@ def test_two_ranks_give_the_latents_of_one(tiny: Pipeline) -> None:
         update = adapter_update(tiny, 1)
         assert ranks.call("load_weights", update).bound_modules == len(update.tensors) // 2
         assert _gap(two, ranks.each("generate", REQUESTS)) > 1e-2
+
+
+def test_requests_of_others_take_the_engines_own_path(tiny: Pipeline, tmp_path: Path) -> None:
+    script = tmp_path / "stock.py"
+    script.write_text(
+        "import sys\n"
+        "from vllm_omni.entrypoints.omni import Omni\n"
+        "from vllm_omni.inputs.data import OmniDiffusionSamplingParams as Params\n"
+        "if __name__ == '__main__':\n"
+        "    omni = Omni(model=sys.argv[1], dtype='float32', enforce_eager=True)\n"
+        "    params = Params(height=32, width=48, num_inference_steps=2, seed=1, max_sequence_length=16)\n"
+        "    (output,) = omni.generate('a red cube', params, use_tqdm=False)\n"
+        "    assert output.images[0].size == (48, 32), output.images\n"
+        "    omni.close()\n"
+    )
+    subprocess.run([sys.executable, str(script), tiny.folder], timeout=180, check=True)
