@@ -70,7 +70,9 @@ def load(engine: "DiffusersFSDPEngine", folder: Path) -> dict[str, Any]:
     _prepare_moments(engine, steps)
     state, _ = _tensors(engine)
     expected = {name: list(tensor.shape) for name, tensor in state.items()}
-    odd = sorted(name for name in expected.keys() | index["tensors"].keys() if expected.get(name) != index["tensors"].get(name))
+    odd = sorted(
+        name for name in expected.keys() | index["tensors"].keys() if expected.get(name) != index["tensors"].get(name)
+    )
     if odd:
         name = odd[0]
         raise ConfigError(

@@ -227,7 +227,9 @@ class DiffusersFSDPEngine(lora.LoRAAdapterMixin):
         """Return the ranks' process group; none for one rank without any."""
         return self.ranks.group
 
-    def get_per_tensor_param(self, network: str = "policy") -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
+    def get_per_tensor_param(
+        self, network: str = "policy"
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
         """Return (name, whole CPU tensor) pairs, gathered one at a time, and peft's configuration.
 
         All ranks must walk through the pairs together.

@@ -100,7 +100,9 @@ def _replace(denoiser: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(denoiser.named_parameters())
     odd = sorted(parameters.keys() ^ tensors.keys())
     if odd:
-        raise ContractError(f"{len(odd)} tensors are missing or unexpected, first {odd[:3]}; these are not this model's")
+        raise ContractError(
+            f"{len(odd)} tensors are missing or unexpected, first {odd[:3]}; these are not this model's"
+        )
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
 

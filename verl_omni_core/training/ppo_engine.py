@@ -88,7 +88,9 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in moved.items()}
         return {**inputs, "conditioning": batch["conditioning"][prompts]}
 
-    def prepare_model_outputs(self, inputs: Mapping[str, Tensor | TensorDict], module: nn.Module | None = None) -> Current:
+    def prepare_model_outputs(
+        self, inputs: Mapping[str, Tensor | TensorDict], module: nn.Module | None = None
+    ) -> Current:
         """Run the network on the inputs and score the stored steps under it."""
         conditioning = dict(inputs["conditioning"].items())
 
@@ -116,7 +118,9 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         said = _Passes()
         with self.train_mode():
             for number, pairs in enumerate([*passes, *padding]):
-                sharding.sync_gradients(self.module, self._reduces_each_pass or number + 1 == len(passes) + len(padding))
+                sharding.sync_gradients(
+                    self.module, self._reduces_each_pass or number + 1 == len(passes) + len(padding)
+                )
                 is_padding = number >= len(passes)
                 self._backward(batch, pairs, loss_fn, total, said, is_padding)
         result = self._reduce(said, total)
@@ -161,9 +165,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     def _check(self, rows: TensorDict) -> None:
         if not len(rows):
             raise ContractError("a rank got no row at all; give it one of the mini-batch with weight 0")
-        check_timesteps(
-            rows["steps"]["step_indices"], rows["steps"]["all_timesteps"], self.denoising.to("cpu")
-        )
+        check_timesteps(rows["steps"]["step_indices"], rows["steps"]["all_timesteps"], self.denoising.to("cpu"))
 
     def _plan(self, rows: TensorDict) -> tuple[list[list[Pair]], float, list[list[Pair]]]:
         counted = rows["weight"].nonzero().flatten().tolist()
@@ -197,9 +199,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     def _stored(self, rows: TensorDict, pairs: list[Pair]) -> tuple[dict[str, Tensor], Tensor]:
         sample, step = torch.tensor(pairs, dtype=torch.int64).T
         per_step = {name: value[sample, step].to(self.device) for name, value in rows["steps"].items()}
-        per_row = {
-            name: value[sample].to(self.device) for name, value in rows.items() if name not in _NOT_FOR_LOSSES
-        }
+        per_row = {name: value[sample].to(self.device) for name, value in rows.items() if name not in _NOT_FOR_LOSSES}
         return {**per_step, **per_row}, rows["weight"][sample].to(self.device)
 
     def _reduce(self, said: _Passes, total: float) -> BatchResult:

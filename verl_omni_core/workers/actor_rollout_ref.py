@@ -144,9 +144,7 @@ class ActorRolloutRefWorker:
             }
         learning_rate = worker.engine.lr_scheduler_step()
         self._version = command.step
-        self._answer = _answer(
-            command, list(self._applied.values()), learning_rate, seconds=time.monotonic() - started
-        )
+        self._answer = _answer(command, list(self._applied.values()), learning_rate, seconds=time.monotonic() - started)
         self._applied = {}
         return self._answer
 
@@ -178,7 +176,9 @@ class ActorRolloutRefWorker:
     def sample(self, command: ProbeCommand) -> torch.Tensor:
         """Draw one sample with the trainer's own network and return its final latents [C, h, w] fp32 on the CPU."""
         engine, sampling = self._ready().engine, command.sampling
-        schedule, geometry = self._schedule(sampling.height, sampling.width, sampling.num_inference_steps, sampling.grid)
+        schedule, geometry = self._schedule(
+            sampling.height, sampling.width, sampling.num_inference_steps, sampling.grid
+        )
         generator = torch.Generator().manual_seed(command.seed)
         told = {name: value[None].to(engine.device) for name, value in command.conditioning.items()}
         with engine.eval_mode(command.network) as module:

@@ -52,7 +52,9 @@ class TrainGroup:
             num_gpus: of each rank.
             actor_options: further options of Ray's, such as a placement group.
         """
-        variables = {name: str(config.training.threads) for name in _THREAD_VARIABLES}
+        variables = {name: os.environ.get(name, str(config.training.threads)) for name in _THREAD_VARIABLES}
+        # a rank computes one command at a time and answers pings meanwhile
+        actor = ray.remote(concurrency_groups={CONTROL: 1})(ActorRolloutRefWorker)
         handles = []
         for rank in range(config.training.ranks):
             options = {
@@ -65,9 +67,7 @@ class TrainGroup:
                 "num_gpus": num_gpus,
                 "runtime_env": {"env_vars": variables},
             }
-            # a rank computes one command at a time and answers pings meanwhile
-            actor = ray.remote(concurrency_groups={CONTROL: 1})(ActorRolloutRefWorker).options(**options | actor_options)
-            handles.append(actor.remote(config, rank, config.training.ranks))
+            handles.append(actor.options(**options | actor_options).remote(config, rank, config.training.ranks))
         return cls(config, handles, epoch)
 
     @classmethod

@@ -33,7 +33,11 @@ def test_a_new_adapter_changes_nothing_and_draws_a_from_the_seed(pipeline, batch
 
 @pytest.mark.parametrize(
     "settings,key",
-    [({"targets": ["attn.to_z"]}, "targets"), ({"exclude": ["nothing"]}, "exclude"), ({"exclude": ["to_q"]}, "leaves no")],
+    [
+        ({"targets": ["attn.to_z"]}, "targets"),
+        ({"exclude": ["nothing"]}, "exclude"),
+        ({"exclude": ["to_q"]}, "leaves no"),
+    ],
 )
 def test_patterns_that_match_nothing_are_refused(pipeline, settings, key):
     with pytest.raises(ConfigError, match=key):
