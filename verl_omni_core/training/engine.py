@@ -236,8 +236,8 @@ class DiffusersFSDPEngine(lora.LoRAAdapterMixin):
 
         Args:
             network: ``policy``, ``average``, or the name of another adapter.
-        Returns: the adapter's tensors by peft's names without a model prefix and its configuration; where all parameters
-            train, diffusers' names and none.
+        Returns: the adapter's tensors by peft's names without a model prefix and its configuration; where all
+            parameters train, diffusers' names and none.
         """
         if self.lora_config is None:
             named = self._trained(network)

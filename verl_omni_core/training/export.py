@@ -24,7 +24,7 @@ _DENOISER_WEIGHTS = ("diffusion_pytorch_model*", "model*.safetensors", "*.bin")
 def export_adapter(folder: str | Path, tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:
     """Write an adapter folder that stock libraries load.
 
-    ``pipe.load_lora_weights(folder)`` takes the one file, ``PeftModel.from_pretrained(transformer, folder)`` the other two.
+    ``pipe.load_lora_weights(folder)`` takes one file, ``PeftModel.from_pretrained(transformer, folder)`` the other two.
 
     Args:
         tensors: by peft's names without a model prefix. peft_config: as it is written to ``adapter_config.json``.

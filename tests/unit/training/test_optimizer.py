@@ -51,9 +51,14 @@ def test_average_stands_in_and_steps_back_also_on_errors():
     parameter = torch.nn.Parameter(torch.tensor([1.0]))
     average = PolicyAverage({"p": parameter}, decay=0.5)
     parameter.data.fill_(3.0)
-    with pytest.raises(RuntimeError), average.applied():
-        assert parameter.item() == 1.0
-        raise RuntimeError
+
+    def fail_inside():
+        with average.applied():
+            assert parameter.item() == 1.0
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_inside()
     assert parameter.item() == 3.0
 
 
