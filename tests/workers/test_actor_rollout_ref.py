@@ -16,7 +16,6 @@ from verl_omni_core.weights.checksum import checksum
 from verl_omni_core.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_omni_core.workers.commands import InferCommand, ProbeCommand
 
-
 # every step's samples here are the base's
 ANY_RATIO = {"max_ratio_deviation": None}
 

@@ -82,7 +82,7 @@ def test_two_ranks_train_like_one_and_apply_a_command_once(group, alone, run, tm
 
 def test_each_rank_writes_its_own_shard_of_scores(group, run):
     root, refs = run
-    store = RunStore(root)
+    store = RunStore(root, epoch=1)
     attempt = store.attempt(2, "old_log_probs", "k")
     files = group.infer_actor_batch(InferCommand(attempt, refs[2][0], 1))
     ref = attempt.commit(files, rows=10, parents=[refs[2][0]], producer={})

@@ -1,9 +1,9 @@
 """Train on a step's committed tables, exactly once a mini-batch."""
 
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.metric_table import metric_table
 from verl_omni_core.stages.observe import stage
-from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.session import RunRef, session_of
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.workers.commands import UpdateCommand

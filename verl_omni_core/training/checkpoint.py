@@ -1,8 +1,8 @@
 """What training goes on from: parameters, optimizer moments, schedule, average, counters and random states.
 
-Tensors go through torch's distributed checkpoint in safetensors files, one a rank, so any other number of ranks can read
-them and nothing is ever unpickled. ``checkpoint.json`` comes last, with the digest of every other file: a folder without it
-is no checkpoint. A saved checkpoint has been read back and compared.
+Tensors go through torch's distributed checkpoint in safetensors files, one a rank, so any other number of ranks can
+read them and nothing is ever unpickled. ``checkpoint.json`` comes last, with the digest of every other file: a folder
+without it is no checkpoint. A saved checkpoint has been read back and compared.
 """
 
 import hashlib
@@ -70,7 +70,9 @@ def load(engine: "DiffusersFSDPEngine", folder: Path) -> dict[str, Any]:
     _prepare_moments(engine, steps)
     state, _ = _tensors(engine)
     expected = {name: list(tensor.shape) for name, tensor in state.items()}
-    odd = sorted(name for name in expected.keys() | index["tensors"].keys() if expected.get(name) != index["tensors"].get(name))
+    odd = sorted(
+        name for name in expected.keys() | index["tensors"].keys() if expected.get(name) != index["tensors"].get(name)
+    )
     if odd:
         name = odd[0]
         raise ConfigError(
@@ -166,8 +168,8 @@ def _compare(engine: "DiffusersFSDPEngine", folder: Path, state: Mapping[str, Te
     bad = [name for name in state if not _same_bits(sharding.local(state[name]), sharding.local(again[name]))]
     if not engine.ranks.agree(not bad):
         raise StoreError(
-            f"the checkpoint in {str(folder)!r} reads back differently (rank {engine.ranks.rank}: {bad[:3]}); the disk or "
-            "the file system is not to be trusted"
+            f"the checkpoint in {str(folder)!r} reads back differently (rank {engine.ranks.rank}: {bad[:3]}); the "
+            "disk or the file system is not to be trusted"
         )
 
 
@@ -209,7 +211,7 @@ def _save_random_states(engine: "DiffusersFSDPEngine", folder: Path) -> None:
     states = {
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
         "cuda": torch.cuda.get_rng_state().numpy().tobytes().hex() if engine.device.startswith("cuda") else None,
-        "numpy": [keys.tolist(), position, has_gauss, gauss],
+        "numpy": [np.asarray(keys).tolist(), position, has_gauss, gauss],
         "python": [version, internal, gauss_next],
     }
     _write(folder / _random_name(engine.ranks.rank), json.dumps(states).encode())

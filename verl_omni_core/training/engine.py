@@ -227,15 +227,17 @@ class DiffusersFSDPEngine(lora.LoRAAdapterMixin):
         """Return the ranks' process group; none for one rank without any."""
         return self.ranks.group
 
-    def get_per_tensor_param(self, network: str = "policy") -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
+    def get_per_tensor_param(
+        self, network: str = "policy"
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
         """Return (name, whole CPU tensor) pairs, gathered one at a time, and peft's configuration.
 
         All ranks must walk through the pairs together.
 
         Args:
             network: ``policy``, ``average``, or the name of another adapter.
-        Returns: the adapter's tensors by peft's names without a model prefix and its configuration; where all parameters
-            train, diffusers' names and none.
+        Returns: the adapter's tensors by peft's names without a model prefix and its configuration; where all
+            parameters train, diffusers' names and none.
         """
         if self.lora_config is None:
             named = self._trained(network)

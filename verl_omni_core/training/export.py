@@ -24,7 +24,7 @@ _DENOISER_WEIGHTS = ("diffusion_pytorch_model*", "model*.safetensors", "*.bin")
 def export_adapter(folder: str | Path, tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:
     """Write an adapter folder that stock libraries load.
 
-    ``pipe.load_lora_weights(folder)`` takes the one file, ``PeftModel.from_pretrained(transformer, folder)`` the other two.
+    ``pipe.load_lora_weights(folder)`` takes one file, ``PeftModel.from_pretrained(transformer, folder)`` the other two.
 
     Args:
         tensors: by peft's names without a model prefix. peft_config: as it is written to ``adapter_config.json``.
@@ -100,7 +100,9 @@ def _replace(denoiser: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(denoiser.named_parameters())
     odd = sorted(parameters.keys() ^ tensors.keys())
     if odd:
-        raise ContractError(f"{len(odd)} tensors are missing or unexpected, first {odd[:3]}; these are not this model's")
+        raise ContractError(
+            f"{len(odd)} tensors are missing or unexpected, first {odd[:3]}; these are not this model's"
+        )
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
 

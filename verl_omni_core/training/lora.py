@@ -163,7 +163,9 @@ class LoRAAdapterMixin:
     def disable_adapter(self) -> Iterator[None]:
         """Compute with the base weights alone inside."""
         if not adapter_names(self.module):
-            raise ContractError("this network has no adapters to disable; with all parameters trained use the frozen copy")
+            raise ContractError(
+                "this network has no adapters to disable; with all parameters trained use the frozen copy"
+            )
         try:
             _enable(self.module, False)
             yield
@@ -230,7 +232,9 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.endswith(f".{pattern}")
 
 
-def _warm_start(module: nn.Module, settings: LoraSettings, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+def _warm_start(
+    module: nn.Module, settings: LoraSettings, tensors: dict[str, Tensor], config: Mapping[str, Any]
+) -> None:
     for key, value in (("r", settings.rank), ("lora_alpha", settings.alpha)):
         if config.get(key) != value:
             setting = {"r": "rank", "lora_alpha": "alpha"}[key]

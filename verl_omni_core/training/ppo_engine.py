@@ -3,14 +3,15 @@
 A batch is a TensorDict of no batch size with two entries:
 
 * ``rows`` [R]: ``all_latents`` [R, W+1, X] fp32, ``prompt_index`` [R] int64, ``weight`` [R] fp32 (0: padding, or a row
-  that must not count), ``advantages`` [R] fp32, optionally ``pack`` [R] int64, and ``steps`` [R, W]: ``step_indices`` int64,
-  ``all_timesteps``, ``rollout_log_probs``, ``old_log_probs``, ``ref_prev_sample_mean`` [R, W, X] ..., all fp32;
+  that must not count), ``advantages`` [R] fp32, optionally ``pack`` [R] int64, and ``steps`` [R, W]: ``step_indices``
+  int64, ``all_timesteps``, ``rollout_log_probs``, ``old_log_probs``, ``ref_prev_sample_mean`` [R, W, X] ..., all fp32;
 * ``conditioning`` [P]: what the network is told about each prompt, by the adapter's names.
 
-The gradient is that of the mean over all (row, step) pairs of the mini-batch on all ranks, weighted by ``weight``, for any
-number of rows a rank, zero included, and any ``training.micro_batch``.
+The gradient is that of the mean over all (row, step) pairs of the mini-batch on all ranks, weighted by ``weight``, for
+any number of rows a rank, zero included, and any ``training.micro_batch``.
 
-Axes: ``R`` samples, ``W`` stored steps, ``B`` rows of a forward pass (pairs of sample and step), ``P`` prompts, ``X`` latent.
+Axes: ``R`` samples, ``W`` stored steps, ``B`` rows of a forward pass (pairs of sample and step), ``P`` prompts, ``X``
+latent axes.
 """
 
 from collections.abc import Callable, Mapping
@@ -88,7 +89,9 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in moved.items()}
         return {**inputs, "conditioning": batch["conditioning"][prompts]}
 
-    def prepare_model_outputs(self, inputs: Mapping[str, Tensor | TensorDict], module: nn.Module | None = None) -> Current:
+    def prepare_model_outputs(
+        self, inputs: Mapping[str, Tensor | TensorDict], module: nn.Module | None = None
+    ) -> Current:
         """Run the network on the inputs and score the stored steps under it."""
         conditioning = dict(inputs["conditioning"].items())
 
@@ -100,9 +103,10 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     def forward_backward_batch(
         self, batch: TensorDict, loss_fn: LossFunction, *, check: Callable[[BatchResult], None] | None = None
     ) -> BatchResult:
-        """Add up the gradient of a mini-batch; every rank calls it with its own rows, at least one (of weight 0 if need be).
+        """Add up the gradient of a mini-batch; every rank calls it with its own rows.
 
         Args:
+            batch: at least one row; a rank without any takes one of the others with weight 0.
             loss_fn: see :func:`verl_omni_core.training.losses.diffusion_loss`.
             check: called with the result, equal on all ranks; what it raises drops the gradient first.
         Raises:
@@ -116,7 +120,9 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         said = _Passes()
         with self.train_mode():
             for number, pairs in enumerate([*passes, *padding]):
-                sharding.sync_gradients(self.module, self._reduces_each_pass or number + 1 == len(passes) + len(padding))
+                sharding.sync_gradients(
+                    self.module, self._reduces_each_pass or number + 1 == len(passes) + len(padding)
+                )
                 is_padding = number >= len(passes)
                 self._backward(batch, pairs, loss_fn, total, said, is_padding)
         result = self._reduce(said, total)
@@ -161,9 +167,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     def _check(self, rows: TensorDict) -> None:
         if not len(rows):
             raise ContractError("a rank got no row at all; give it one of the mini-batch with weight 0")
-        check_timesteps(
-            rows["steps"]["step_indices"], rows["steps"]["all_timesteps"], self.denoising.to("cpu")
-        )
+        check_timesteps(rows["steps"]["step_indices"], rows["steps"]["all_timesteps"], self.denoising.to("cpu"))
 
     def _plan(self, rows: TensorDict) -> tuple[list[list[Pair]], float, list[list[Pair]]]:
         counted = rows["weight"].nonzero().flatten().tolist()
@@ -174,12 +178,12 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         return passes, total, [[(0, 0)]] * (most - len(passes))
 
     def _passes(self, rows: TensorDict, samples: range | list[int]) -> list[list[Pair]]:
-        packs = rows["pack"][list(samples)].tolist() if self.deterministic and "pack" in rows.keys() else None
+        packs = rows.get("pack", None) if self.deterministic else None
         return forward_passes(
             list(samples),
             rows["steps"].batch_size[1],
             self.training.micro_batch,
-            packs=packs,
+            packs=None if packs is None else packs[list(samples)].tolist(),
             mix_steps=not self.deterministic,
         )
 
@@ -197,9 +201,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     def _stored(self, rows: TensorDict, pairs: list[Pair]) -> tuple[dict[str, Tensor], Tensor]:
         sample, step = torch.tensor(pairs, dtype=torch.int64).T
         per_step = {name: value[sample, step].to(self.device) for name, value in rows["steps"].items()}
-        per_row = {
-            name: value[sample].to(self.device) for name, value in rows.items() if name not in _NOT_FOR_LOSSES
-        }
+        per_row = {name: value[sample].to(self.device) for name, value in rows.items() if name not in _NOT_FOR_LOSSES}
         return {**per_step, **per_row}, rows["weight"][sample].to(self.device)
 
     def _reduce(self, said: _Passes, total: float) -> BatchResult:

@@ -46,7 +46,7 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=compute_dtype is not None
     )
-    # ranks on CPUs mostly share one machine's memory, and gathering is what costs them time: once a mini-batch is enough
+    # gathering is what costs ranks on CPUs their time, and the machine's memory is theirs: once a mini-batch is enough
     gives_back = torch.device(device).type != "cpu"
     for part in (*units, module):
         sharded = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=gives_back)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ CONTROL = "control"
 class ActorRolloutRefWorker:
     """A rank of the train group. As a Ray actor one of them lives on each device; alone it is a plain object.
 
-    Every command carries the fence epoch of its sender: a lower one than seen before, or than the run's newest, is refused.
+    A command carries the fence epoch of its sender: a lower one than seen before, or than the run's newest, is refused.
     """
 
     def __init__(self, config: RunConfig, rank: int = 0, size: int = 1) -> None:
@@ -131,7 +132,7 @@ class ActorRolloutRefWorker:
         for number, indices in enumerate(command.mini_batches):
             if command.update_id(number) in self._applied:
                 continue
-            batch = vote(ranks, lambda indices=indices: rows.batch(indices, ranks.rank, ranks.size))
+            batch = vote(ranks, partial(rows.batch, indices, ranks.rank, ranks.size))
             result = worker.train_mini_batch(
                 batch,
                 check=self._check_ratio if number == 0 else None,
@@ -144,9 +145,7 @@ class ActorRolloutRefWorker:
             }
         learning_rate = worker.engine.lr_scheduler_step()
         self._version = command.step
-        self._answer = _answer(
-            command, list(self._applied.values()), learning_rate, seconds=time.monotonic() - started
-        )
+        self._answer = _answer(command, list(self._applied.values()), learning_rate, seconds=time.monotonic() - started)
         self._applied = {}
         return self._answer
 
@@ -178,7 +177,9 @@ class ActorRolloutRefWorker:
     def sample(self, command: ProbeCommand) -> torch.Tensor:
         """Draw one sample with the trainer's own network and return its final latents [C, h, w] fp32 on the CPU."""
         engine, sampling = self._ready().engine, command.sampling
-        schedule, geometry = self._schedule(sampling.height, sampling.width, sampling.num_inference_steps, sampling.grid)
+        schedule, geometry = self._schedule(
+            sampling.height, sampling.width, sampling.num_inference_steps, sampling.grid
+        )
         generator = torch.Generator().manual_seed(command.seed)
         told = {name: value[None].to(engine.device) for name, value in command.conditioning.items()}
         with engine.eval_mode(command.network) as module:
@@ -278,8 +279,8 @@ class ActorRolloutRefWorker:
         self._fence(attempt.root, attempt.epoch)
         if command.expected_version != self._version:
             raise ContractError(
-                f"the samples are of version {command.expected_version}, this trainer holds {self._version}; score them "
-                "before the update, or load the checkpoint of their version"
+                f"the samples are of version {command.expected_version}, this trainer holds {self._version}; score "
+                "them before the update, or load the checkpoint of their version"
             )
         ranks = worker.engine.ranks
 
@@ -358,7 +359,7 @@ def _device() -> str:
 def _refuse_other_rows(before: list[str], now: list[str], step: int) -> None:
     if before != now[: len(before)]:
         raise ContractError(
-            f"the update of step {step} was begun with other rows than it is now sent with; send the first command again"
+            f"the update of step {step} was begun with other rows than those sent now; send the first command again"
         )
 
 

@@ -75,7 +75,8 @@ class StepRows:
     def batch(self, indices: Sequence[int], rank: int = 0, ranks: int = 1) -> TensorDict:
         """Return this rank's share of some samples, in the form of :mod:`verl_omni_core.training.ppo_engine`.
 
-        Samples that failed or are not valid are left out before rows are shared. A rank without a row gets one of weight 0.
+        Samples that failed or are not valid are left out before rows are shared. A rank without a row gets one of
+        weight 0.
 
         Args:
             indices: of all ranks.

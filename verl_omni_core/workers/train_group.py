@@ -4,7 +4,6 @@ Ranks that answer differently cannot go on together. If one died, or hangs while
 fresh one starts from the last checkpoint.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -53,6 +52,8 @@ class TrainGroup:
             actor_options: further options of Ray's, such as a placement group.
         """
         variables = {name: str(config.training.threads) for name in _THREAD_VARIABLES}
+        # a rank computes one command at a time and answers pings meanwhile
+        actor = ray.remote(concurrency_groups={CONTROL: 1})(ActorRolloutRefWorker)
         handles = []
         for rank in range(config.training.ranks):
             options = {
@@ -65,9 +66,7 @@ class TrainGroup:
                 "num_gpus": num_gpus,
                 "runtime_env": {"env_vars": variables},
             }
-            # a rank computes one command at a time and answers pings meanwhile
-            actor = ray.remote(concurrency_groups={CONTROL: 1})(ActorRolloutRefWorker).options(**options | actor_options)
-            handles.append(actor.remote(config, rank, config.training.ranks))
+            handles.append(actor.options(**options | actor_options).remote(config, rank, config.training.ranks))
         return cls(config, handles, epoch)
 
     @classmethod
@@ -82,7 +81,9 @@ class TrainGroup:
             try:
                 handles.append(ray.get_actor(_name(rank), namespace=namespace))
             except ValueError:
-                raise StageLost(f"{_name(rank)} of {namespace} does not live; start the run again to rebuild it") from None
+                raise StageLost(
+                    f"{_name(rank)} of {namespace} does not live; start the run again to rebuild it"
+                ) from None
         return cls(config, handles, epoch)
 
     def wait_until_ready(self, timeout_s: float) -> None:
@@ -98,12 +99,14 @@ class TrainGroup:
         if any(ready):
             self.stop()
             raise StageLost(
-                f"ranks {[s.rank for s in states if not s.ready]} are new beside older ones; the group was ended, start "
-                "the run again to rebuild it"
+                f"ranks {[s.rank for s in states if not s.ready]} are new beside older ones; the group was ended, "
+                "start the run again to rebuild it"
             )
         address = None
         if len(self.handles) > 1:
-            address = wait_all([self.handles[0].open_rendezvous.remote()], timeout_s, "opening the ranks' rendezvous")[0]
+            address = wait_all([self.handles[0].open_rendezvous.remote()], timeout_s, "opening the ranks' rendezvous")[
+                0
+            ]
         self._together("init_model", address, timeout_s=timeout_s)
 
     def states(self) -> list[RankState]:
@@ -180,8 +183,8 @@ def wait_all(references: Sequence[ray.ObjectRef], timeout_s: float, what: str) -
     """Wait for the ranks' answers, in slices.
 
     Raises:
-        StageLost: an actor died, or did not answer ``15 s`` after another one had failed. DeadlineError: no answer in time.
-            Else the first rank's own error, once all have answered.
+        StageLost: an actor died, or did not answer within 15 s after another one had failed.
+        DeadlineError: no answer in time. Else the first rank's own error, once all have answered.
     """
     deadline = time.monotonic() + timeout_s
     pending = list(references)
@@ -191,7 +194,7 @@ def wait_all(references: Sequence[ray.ObjectRef], timeout_s: float, what: str) -
         for reference in done:
             try:
                 ray.get(reference)
-            except Exception as error:  # of whatever kind the rank raised: it decides what happens to the others
+            except Exception as error:  # noqa: BLE001 - whatever a rank raised decides what happens to the others
                 errors[references.index(reference)] = error
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         if pending and time.monotonic() >= deadline:
@@ -200,13 +203,13 @@ def wait_all(references: Sequence[ray.ObjectRef], timeout_s: float, what: str) -
     first = next(iter(errors.values()), None)
     if dead:
         raise StageLost(
-            f"{what}: rank {min(dead)} of {len(references)} died ({_one_line(dead[min(dead)])}); start the stage again, it "
-            "goes on from the last checkpoint"
+            f"{what}: rank {min(dead)} of {len(references)} died ({_one_line(dead[min(dead)])}); start the stage again, "
+            "it goes on from the last checkpoint"
         ) from dead[min(dead)]
     if pending and first is not None:
         raise StageLost(
-            f"{what}: {len(pending)} of {len(references)} ranks did not answer within {_GRACE_S:.0f} s after another one "
-            f"failed ({_one_line(first)})"
+            f"{what}: {len(pending)} of {len(references)} ranks did not answer within {_GRACE_S:.0f} s after another "
+            f"one failed ({_one_line(first)})"
         ) from first
     if pending:
         raise DeadlineError(f"{what} took longer than {timeout_s:.0f} s; raise the deadline, or see the actors' logs")
@@ -219,7 +222,9 @@ def _own_error(errors: list[Exception]) -> Exception:
     """Return what a rank raised. Where one refused, the others only say that another one did."""
     causes = [error.cause if isinstance(error, ray.exceptions.RayTaskError) else error for error in errors]
     own = [cause for cause in causes if isinstance(cause, Exception) and not _is_echo(cause)]
-    return (own or [c if isinstance(c, Exception) else EngineError(str(e)) for c, e in zip(causes, errors, strict=True)])[0]
+    return (
+        own or [c if isinstance(c, Exception) else EngineError(str(e)) for c, e in zip(causes, errors, strict=True)]
+    )[0]
 
 
 def _is_echo(error: Exception) -> bool:

@@ -117,7 +117,7 @@ def vote(ranks: Ranks, action: Callable[[], Any] | None) -> Any:
     outcome, refusal = None, None
     try:
         outcome = action() if action is not None else None
-    except Exception as error:  # the other ranks wait for this rank's vote, so it votes first and raises then
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this vote; it is raised after it
         refusal = error
     agreed = ranks.agree(refusal is None)
     if refusal is not None:

@@ -16,7 +16,9 @@ ROWS_OF = {1: [list(range(tiny.ROWS))], 2: [list(range(7)), list(range(7, tiny.R
 
 def sgd_steps(ranks: Ranks, pipeline: str, rank: int, dtype: str = "float32", steps: int = 3) -> dict[str, Any]:
     """SGD steps on unevenly shared rows: gradients and parameters after each."""
-    made = tiny.engine(pipeline, rank=rank, ranks=ranks, micro_batch=4, optimizer="sgd", learning_rate=1e-2, dtype=dtype)
+    made = tiny.engine(
+        pipeline, rank=rank, ranks=ranks, micro_batch=4, optimizer="sgd", learning_rate=1e-2, dtype=dtype
+    )
     tiny.stir(made)
     batch = tiny.take(tiny.batch(pipeline), ROWS_OF[ranks.size][ranks.rank])
     results: dict[str, Any] = {"gradients": [], "parameters": [], "norms": [], "metrics": []}

@@ -20,7 +20,8 @@ def run_ranks(program: str, size: int, place: Path, **arguments: Any) -> list[An
     torch.save(arguments, place / "arguments.pt")
     command = [sys.executable, "-m", "tests.unit.training.programs", program, str(size), str(place)]
     processes = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(size)
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in range(size)
     ]
     outputs = []
     try:

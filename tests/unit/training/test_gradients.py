@@ -49,7 +49,9 @@ def test_rows_of_weight_zero_change_nothing(pipeline, batch):
     found, masked_result = _gradient(made, masked)
     assert tiny.relative(found, expected) < 1e-5
     assert masked_result.pairs == result.pairs == 10
-    assert masked_result.metrics.result()["actor/ratio_mean"] == pytest.approx(result.metrics.result()["actor/ratio_mean"])
+    assert masked_result.metrics.result()["actor/ratio_mean"] == pytest.approx(
+        result.metrics.result()["actor/ratio_mean"]
+    )
 
 
 def test_a_mini_batch_without_weight_computes_nothing(pipeline, batch):

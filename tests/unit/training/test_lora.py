@@ -15,6 +15,12 @@ def _export(made, folder):
     return str(folder)
 
 
+def _fail_inside(context, made):
+    with context:
+        assert {n for n, p in made.module.named_parameters() if p.requires_grad} == set(made.trainable)
+        raise RuntimeError
+
+
 def _active(made):
     layers = [m for m in made.module.modules() if hasattr(m, "lora_A")]
     trainable = {name for name, p in made.module.named_parameters() if p.requires_grad}
@@ -33,7 +39,11 @@ def test_a_new_adapter_changes_nothing_and_draws_a_from_the_seed(pipeline, batch
 
 @pytest.mark.parametrize(
     "settings,key",
-    [({"targets": ["attn.to_z"]}, "targets"), ({"exclude": ["nothing"]}, "exclude"), ({"exclude": ["to_q"]}, "leaves no")],
+    [
+        ({"targets": ["attn.to_z"]}, "targets"),
+        ({"exclude": ["nothing"]}, "exclude"),
+        ({"exclude": ["to_q"]}, "leaves no"),
+    ],
 )
 def test_patterns_that_match_nothing_are_refused(pipeline, settings, key):
     with pytest.raises(ConfigError, match=key):
@@ -50,9 +60,8 @@ def test_errors_inside_a_context_leave_the_policy_active(pipeline):
     made = tiny.engine(pipeline, extra_adapters=("old",))
     contexts = [lambda n=name: made.use_adapter(n) for name in ("old", "reference")] + [made.disable_adapter]
     for context in contexts:
-        with pytest.raises(RuntimeError), context():
-            assert {n for n, p in made.module.named_parameters() if p.requires_grad} == set(made.trainable)
-            raise RuntimeError
+        with pytest.raises(RuntimeError):
+            _fail_inside(context(), made)
         assert _active(made)
     with pytest.raises(ContractError, match="no adapter 'older'"), made.use_adapter("older"):
         pass

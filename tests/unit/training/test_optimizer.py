@@ -23,7 +23,9 @@ def test_constant_schedule_warms_up_in_a_straight_line():
 def test_cosine_falls_to_its_floor_and_stays():
     schedule = TrainingSettings(schedule="cosine", min_lr_ratio=0.2)
     found = [learning_rate_factor(schedule, n, 4) for n in range(7)]
-    assert found == pytest.approx([1.0, 0.2 + 0.4 * (1 + math.sqrt(0.5)), 0.6, 0.2 + 0.4 * (1 - math.sqrt(0.5)), 0.2, 0.2, 0.2])
+    assert found == pytest.approx(
+        [1.0, 0.2 + 0.4 * (1 + math.sqrt(0.5)), 0.6, 0.2 + 0.4 * (1 - math.sqrt(0.5)), 0.2, 0.2, 0.2]
+    )
 
 
 def test_learning_rate_advances_once_a_training_step(pipeline):
@@ -49,9 +51,14 @@ def test_average_stands_in_and_steps_back_also_on_errors():
     parameter = torch.nn.Parameter(torch.tensor([1.0]))
     average = PolicyAverage({"p": parameter}, decay=0.5)
     parameter.data.fill_(3.0)
-    with pytest.raises(RuntimeError), average.applied():
-        assert parameter.item() == 1.0
-        raise RuntimeError
+
+    def fail_inside():
+        with average.applied():
+            assert parameter.item() == 1.0
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_inside()
     assert parameter.item() == 3.0
 
 

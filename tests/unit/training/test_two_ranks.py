@@ -106,5 +106,5 @@ def _same_step(found, expected):
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-6)
     for part in ("parameters", "ema"):
         for name, tensor in expected[part].items():
-            # Adam divides by the gradient's own size, so rounding of a gradient near 0 moves a parameter by a share of lr
+            # Adam divides by the gradient's own size: rounding of one near 0 moves a parameter by a share of lr
             assert (found[part][name] - tensor).abs().max() < 1e-4

@@ -1,4 +1,4 @@
-"""A tiny SD3 with trajectories of its own, and what the training tests compute on it; also imported by spawned ranks."""
+"""A tiny SD3 with trajectories of its own, and what the training tests compute on it; spawned ranks import it too."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +23,7 @@ from verl_omni_core.training.replay import Denoising
 STEPS, WINDOW, ROWS = 4, (0, 2), 10
 HEIGHT, WIDTH = 32, 48
 
+_NO_DIVERGENCE = SimpleNamespace(kl_coef=0.0)
 ADAPTER = registry.component("model", "sd3").build(None)
 
 
@@ -112,7 +113,7 @@ def take(source: TensorDict, rows: list[int]) -> TensorDict:
     return TensorDict({"rows": chosen, "conditioning": source["conditioning"]}, [])
 
 
-def policy_gradient(options: Any = SimpleNamespace(kl_coef=0.0)) -> Any:
+def policy_gradient(options: Any = _NO_DIVERGENCE) -> Any:
     """The ratio loss of FlowGRPO, unclipped, with the divergence to a reference where asked."""
 
     def loss(current: Current, stored: Mapping[str, Tensor], options: Any) -> LossOutput:
