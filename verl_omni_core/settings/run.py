@@ -38,6 +38,7 @@ class WeightsSettings(Settings):
     probe: bool = Field(
         False, description="After each sync compare a probe sample of every replica with the trainer's own."
     )
+    probe_tolerance: float = Field(1e-4, gt=0, description="Largest difference of final latents between probe samples.")
 
 
 class DurabilitySettings(Settings):

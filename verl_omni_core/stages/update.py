@@ -1,9 +1,9 @@
 """Train on a step's committed tables, exactly once a mini-batch."""
 
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.metric_table import metric_table
 from verl_omni_core.stages.observe import stage
-from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.session import RunRef, session_of
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.workers.commands import UpdateCommand
@@ -74,7 +74,5 @@ def mini_batches(config: RunConfig) -> list[list[int]]:
     prompts = config.data.prompts_per_step
     per_update = config.training.prompts_per_update or prompts
     group = config.rollout.group_size
-    one_epoch = [
-        list(range(first * group, (first + per_update) * group)) for first in range(0, prompts, per_update)
-    ]
+    one_epoch = [list(range(first * group, (first + per_update) * group)) for first in range(0, prompts, per_update)]
     return one_epoch * config.training.epochs_per_step
