@@ -59,6 +59,9 @@ class ClusterSettings(Settings):
 
     ray_address: str | None = Field(None, description="Address of a Ray cluster; none: RAY_ADDRESS or a local head.")
     object_store_mb: int = Field(300, ge=80, description="Object store of a local head, MB.")
+    keep_actors: bool = Field(
+        False, description="Leave the actors of a finished run alive, so that it goes on at once with more steps."
+    )
     actor_timeout_s: float = Field(600, gt=0, description="Deadline of starting the actors, seconds.")
 
 

@@ -12,7 +12,7 @@ from verl_omni_core.report.html import Report, write_report
 from verl_omni_core.report.images import PicturePair, before_after, write_picture
 from verl_omni_core.report.summary import HeldOut, summary
 from verl_omni_core.stages.metric_table import metrics_of
-from verl_omni_core.stages.session import RunRef, Session, session_of
+from verl_omni_core.stages.session import RunRef, Session, forget, session_of
 from verl_omni_core.stages.validate import SAMPLES, rewards_by_prompt
 from verl_omni_core.store.manifest import ArtifactRef
 
@@ -60,8 +60,18 @@ def finish(run: RunRef) -> str:
     )
     (root / "summary.txt").write_text(text)
     folder.write_progress(status="finished", step=steps, reward=last.get(REWARD))
-    session.tracker.close()
+    close(session)
     return text
+
+
+def close(session: Session) -> None:
+    """Let go of a finished run: its tracker, its actors unless they are to be kept, its ownership."""
+    session.tracker.close()
+    if not session.config.cluster.keep_actors:
+        session.actors.stop()
+    if session.ownership is not None:
+        session.ownership.release()
+    forget(session.ref)
 
 
 def _artifacts(session: Session, stage: str) -> dict[int, ArtifactRef]:
