@@ -6,8 +6,9 @@ needs them.
 
 from typing import Any
 
-__version__ = "0.1.0"
-__all__ = ["train"]
+from verl_omni_core.version import __version__
+
+__all__ = ["__version__", "train"]
 
 
 def __getattr__(name: str) -> Any:

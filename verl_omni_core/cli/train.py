@@ -1,8 +1,9 @@
 """``verl-omni train``: run a profile in the foreground and watch it."""
 
-import logging
+import importlib
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -67,13 +68,10 @@ def _surrounded(config: "RunConfig", prefect: bool, display: "Progress") -> str:
         return run(config)
     # one line a task would tear the live display; the flow's own page has the log
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
-    flow = importlib_flow()
-    logging.getLogger("prefect").setLevel(logging.WARNING)
-    return str(flow(config))
+    return _online_flow()(config)
 
 
-def importlib_flow() -> object:
-    """Return the flow. By name, because the core never imports what stands above it."""
-    import importlib
-
-    return importlib.import_module("flows.online").online
+def _online_flow() -> Callable[["RunConfig"], str]:
+    # by name, because the core never imports what stands above it
+    flow: Callable[[RunConfig], str] = importlib.import_module("flows.online").online
+    return flow

@@ -1,4 +1,4 @@
-"""Bring up what a run needs around it: a Ray cluster and, for flows, a Prefect server. Given ones are used as they are."""
+"""Bring up what a run needs around it: a Ray cluster and, for flows, a Prefect server. Given ones are used."""
 
 import os
 from collections.abc import Callable

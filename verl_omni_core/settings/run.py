@@ -38,6 +38,7 @@ class WeightsSettings(Settings):
     probe: bool = Field(
         False, description="After each sync compare a probe sample of every replica with the trainer's own."
     )
+    probe_tolerance: float = Field(1e-4, gt=0, description="Largest difference of final latents between probe samples.")
 
 
 class DurabilitySettings(Settings):
@@ -58,6 +59,9 @@ class ClusterSettings(Settings):
 
     ray_address: str | None = Field(None, description="Address of a Ray cluster; none: RAY_ADDRESS or a local head.")
     object_store_mb: int = Field(300, ge=80, description="Object store of a local head, MB.")
+    keep_actors: bool = Field(
+        False, description="Leave the actors of a finished run alive, so that it goes on at once with more steps."
+    )
     actor_timeout_s: float = Field(600, gt=0, description="Deadline of starting the actors, seconds.")
 
 

@@ -76,7 +76,8 @@ def rewards_of(summary: pa.Table) -> tuple[Tensor, Tensor, Tensor]:
 
 def _group_statistics(scores: Tensor, groups: Tensor, valid: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return each row's group mean and unbiased spread over valid rows; 0 where a group has too few."""
-    mean, std = np.zeros(len(scores), np.float32), np.zeros(len(scores), np.float32)
+    mean: np.ndarray = np.zeros(len(scores), np.float32)
+    std = np.zeros_like(mean)
     for group in groups.unique():
         rows = groups == group
         kept = scores[rows & valid].double()

@@ -38,12 +38,7 @@ def draw(
         validate=validate,
     )
     finished = session.store.finished_shards(attempt.step, attempt.stage, attempt.key)
-    files = [
-        file
-        for pack in packs
-        if pack.shard in finished
-        for file in attempt.adopt(finished[pack.shard]).files
-    ]
+    files = [file for pack in packs if pack.shard in finished for file in attempt.adopt(finished[pack.shard]).files]
     timings: list[Mapping[str, float]] = []
     left = [pack for pack in packs if pack.shard not in finished]
     errors: list[str] = []

@@ -12,11 +12,12 @@ from verl_omni_core.report.html import Report, write_report
 from verl_omni_core.report.images import PicturePair, before_after, write_picture
 from verl_omni_core.report.summary import HeldOut, summary
 from verl_omni_core.stages.metric_table import metrics_of
-from verl_omni_core.stages.session import RunRef, Session, session_of
+from verl_omni_core.stages.session import RunRef, Session, forget, session_of
 from verl_omni_core.stages.validate import SAMPLES, rewards_by_prompt
 from verl_omni_core.store.manifest import ArtifactRef
 
 REPORT, PICTURE = "report.html", "images/before_after.png"
+REWARD = "critic/rewards/mean"
 
 
 def finish(run: RunRef) -> str:
@@ -30,6 +31,7 @@ def finish(run: RunRef) -> str:
     picture = write_picture(root / PICTURE, before_after(pairs)) if pairs else None
     logs = _artifacts(session, "log")
     metrics = {step: metrics_of(session.store.table(ref, "metrics")) for step, ref in logs.items()}
+    last = metrics[max(metrics)] if metrics else {}
     seconds = time.time() - (root / "run.json").stat().st_mtime
     report = write_report(
         root / REPORT,
@@ -37,13 +39,17 @@ def finish(run: RunRef) -> str:
             run_id=folder.run_id,
             steps=steps,
             seconds=seconds,
-            rewards=[(step, values["critic/rewards/mean"]) for step, values in metrics.items()],
+            rewards=[
+                (step, values["critic/rewards/mean"])
+                for step, values in metrics.items()
+                if "critic/rewards/mean" in values
+            ],
             validations=[
                 (step, float(np.nanmean(rewards_by_prompt(session, ref)))) for step, ref in validations.items()
             ],
             held_out=held_out,
             pairs=pairs,
-            metrics=metrics[max(metrics)] if metrics else {},
+            metrics=last,
             settings_digest=digest(session.config.model_dump(mode="json")),
             settings=session.config.model_dump(mode="json"),
             engine=folder.engine() or {},
@@ -53,9 +59,19 @@ def finish(run: RunRef) -> str:
         run_id=folder.run_id, steps=steps, seconds=seconds, held_out=held_out, report=report, picture=picture
     )
     (root / "summary.txt").write_text(text)
-    folder.write_progress(status="finished", step=steps, reward=metrics[max(metrics)]["critic/rewards/mean"] if metrics else None)
-    session.tracker.close()
+    folder.write_progress(status="finished", step=steps, reward=last.get(REWARD))
+    close(session)
     return text
+
+
+def close(session: Session) -> None:
+    """Let go of a finished run: its tracker, its actors unless they are to be kept, its ownership."""
+    session.tracker.close()
+    if not session.config.cluster.keep_actors:
+        session.actors.stop()
+    if session.ownership is not None:
+        session.ownership.release()
+    forget(session.ref)
 
 
 def _artifacts(session: Session, stage: str) -> dict[int, ArtifactRef]:
@@ -86,7 +102,7 @@ def _pairs(session: Session, validations: dict[int, ArtifactRef]) -> list[Pictur
     samples = session.config.sampler.validation.samples_per_prompt
     first, last = 0, max(validations)
     drawn = {step: session.store.find(step, SAMPLES) for step in (first, last)}
-    rewards = {step: rewards_by_prompt(session, validations[step])[:, 0] for step in (first, last)}
+    rewards = {step: rewards_by_prompt(session, validations[step])[:, 0].tolist() for step in (first, last)}
     pixels, prompts, seeds = {}, [], []
     for step, ref in drawn.items():
         if ref is None:
@@ -109,4 +125,4 @@ def _pairs(session: Session, validations: dict[int, ArtifactRef]) -> list[Pictur
 
 
 def _number(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    return value if np.isfinite(value) else None

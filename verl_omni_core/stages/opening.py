@@ -5,7 +5,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from verl_omni_core import __version__
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.settings.check import check
 from verl_omni_core.settings.run import RunConfig
@@ -13,6 +12,7 @@ from verl_omni_core.stages.session import RunRef, Session, register
 from verl_omni_core.store import runs
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import take_ownership
+from verl_omni_core.version import __version__
 from verl_omni_core.workers.actors import Actors
 
 _MAY_CHANGE = {"run.steps", "run.store"}

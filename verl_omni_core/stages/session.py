@@ -11,13 +11,14 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from verl_omni_core import __version__, registry
+from verl_omni_core import registry
 from verl_omni_core.identity import digest
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import Ownership
 from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.runs import RunFolder, open_run
+from verl_omni_core.version import __version__
 from verl_omni_core.workers.actors import Actors
 
 

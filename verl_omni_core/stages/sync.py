@@ -1,10 +1,16 @@
 """Bring every replica to a policy version: the trainer writes it once, each replica reads, binds and reports it."""
 
+from verl_omni_core.agent_loop.sampling import validation_sampling
+from verl_omni_core.batches import columns
 from verl_omni_core.errors import ContractError
+from verl_omni_core.identity import sample_seed
+from verl_omni_core.rollout._contract import SampleRequest
+from verl_omni_core.settings.resolve import adapter
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.session import RunRef, Session, session_of
 from verl_omni_core.store.manifest import ArtifactRef
+from verl_omni_core.workers.commands import ProbeCommand
 
 STAGE = "sync"
 POLICY, AVERAGE = "policy", "average"
@@ -20,7 +26,43 @@ def sync(run: RunRef, step: int) -> ArtifactRef:
     session = session_of(run)
     artifact = weights_artifact(session, step, POLICY)
     load_into_replicas(session, artifact)
+    if session.config.weights.probe:
+        probe(session, step)
     return artifact
+
+
+def probe(session: Session, step: int) -> float:
+    """Draw one held-out sample on every replica and with the trainer's own network; return the largest difference.
+
+    Raises:
+        ContractError: final latents differ by more than ``weights.probe_tolerance``.
+    """
+    prompts = session.validation_prompts
+    sampling = validation_sampling(session.config)
+    request = SampleRequest(
+        request_id=f"probe-{step}",
+        prompt=prompts.column(columns.PROMPT)[0].as_py(),
+        negative_prompt=None,
+        seed=sample_seed(session.config.run.seed, step + 1, 0),
+        sampling=sampling,
+    )
+    facts = adapter(session.config).facts
+    names = (*facts.conditioning, *facts.negative_conditioning)
+    limit, largest = session.config.weights.probe_tolerance, 0.0
+    own = None
+    for index, drawn in enumerate(session.actors.draw_on_every_replica(request)):
+        told = {name: drawn.extra_fields[name] for name in names if name in drawn.extra_fields}
+        if own is None:
+            own = session.actors.trainer.sample(ProbeCommand(request.seed, sampling, told))
+        difference = float((drawn.extra_fields["latents_clean"] - own).abs().max())
+        largest = max(largest, difference)
+        if not difference <= limit:
+            raise ContractError(
+                f"after the sync of version {step} the probe sample of replica {index} is {difference:.3g} away from "
+                f"the trainer's own, weights.probe_tolerance allows {limit:g}; the replica holds other weights, or "
+                "computes in another dtype"
+            )
+    return largest
 
 
 def weights_artifact(session: Session, step: int, network: str) -> ArtifactRef:

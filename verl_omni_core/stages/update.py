@@ -74,7 +74,5 @@ def mini_batches(config: RunConfig) -> list[list[int]]:
     prompts = config.data.prompts_per_step
     per_update = config.training.prompts_per_update or prompts
     group = config.rollout.group_size
-    one_epoch = [
-        list(range(first * group, (first + per_update) * group)) for first in range(0, prompts, per_update)
-    ]
+    one_epoch = [list(range(first * group, (first + per_update) * group)) for first in range(0, prompts, per_update)]
     return one_epoch * config.training.epochs_per_step

@@ -11,7 +11,7 @@ from ray.util import list_named_actors
 from verl_omni_core.cluster import ray_head
 from verl_omni_core.errors import StageLost
 from verl_omni_core.rewards._contract import Score, ScoringItem
-from verl_omni_core.rollout._contract import EngineInfo, EngineOptions, LoadedWeights
+from verl_omni_core.rollout._contract import DiffusionOutput, EngineInfo, EngineOptions, LoadedWeights, SampleRequest
 from verl_omni_core.settings.resolve import model_path
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.workers.replica import create_replica
@@ -47,9 +47,7 @@ class Actors:
         trainer = TrainGroup.start(config, namespace, epoch=epoch, num_gpus=shares.rank)
         replicas = [_replica(config, namespace, i, shares.replica) for i in range(config.rollout.replicas)]
         rewards = [_reward_worker(config, namespace, i) for i in range(config.reward.workers)]
-        router = ReplicaRouter(
-            replicas, config.run.deterministic, request_timeout_s=config.rollout.request_timeout_s
-        )
+        router = ReplicaRouter(replicas, config.run.deterministic, request_timeout_s=config.rollout.request_timeout_s)
         workers = [
             _actor(RolloutWorker, namespace, f"rollout-{i}", config.rollout.threads).remote(config, router, rewards)
             for i in range(config.rollout.agent_workers)
@@ -109,14 +107,23 @@ class Actors:
         references = [replica.load_weights.remote(folder, version) for replica in self.replicas]
         return wait_all(references, self.config.weights.timeout_s, f"loading version {version}")
 
+    def draw_on_every_replica(self, request: SampleRequest) -> list[DiffusionOutput]:
+        """Draw one sample on each replica; none of them is asked through the router."""
+        references = [replica.generate.remote(request) for replica in self.replicas]
+        return wait_all(references, self.config.rollout.request_timeout_s, "drawing the probe sample")
+
     def scorer_versions(self) -> dict[str, str]:
         """Return the version of each scorer, by name."""
-        return dict(wait_all([self.reward_workers[0].versions.remote()], self.config.reward.timeout_s, "scorer versions")[0])
+        return dict(
+            wait_all([self.reward_workers[0].versions.remote()], self.config.reward.timeout_s, "scorer versions")[0]
+        )
 
     def describe_engines(self) -> list[dict[str, Any]]:
         """Return what each engine says about itself, its own count of finished requests among it."""
         timeout = self.config.rollout.request_timeout_s
-        infos: list[EngineInfo] = wait_all([r.describe.remote() for r in self.replicas], timeout, "describing the engines")
+        infos: list[EngineInfo] = wait_all(
+            [r.describe.remote() for r in self.replicas], timeout, "describing the engines"
+        )
         return [asdict(info) for info in infos]
 
     def stop(self) -> None:
