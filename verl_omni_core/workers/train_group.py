@@ -203,8 +203,8 @@ def wait_all(references: Sequence[ray.ObjectRef], timeout_s: float, what: str) -
     first = next(iter(errors.values()), None)
     if dead:
         raise StageLost(
-            f"{what}: rank {min(dead)} of {len(references)} died ({_one_line(dead[min(dead)])}); start the stage again, "
-            "it goes on from the last checkpoint"
+            f"{what}: rank {min(dead)} of {len(references)} died ({_one_line(dead[min(dead)])}); start the stage "
+            "again, it goes on from the last checkpoint"
         ) from dead[min(dead)]
     if pending and first is not None:
         raise StageLost(
