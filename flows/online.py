@@ -10,7 +10,7 @@ from tasks.update import estimate_advantages, evaluate_reference, recompute_old_
 from tasks.weights import save_checkpoint, sync_weights
 from verl_omni_core.settings.loader import apply_overrides
 from verl_omni_core.settings.run import RunConfig
-from verl_omni_core.stages.schedule import due
+from verl_omni_core.stages.schedule import due, policy_version
 
 
 @flow(name="online", flow_run_name="{config.run.id}", log_prints=False)
@@ -26,10 +26,10 @@ def online(config: RunConfig, overrides: list[str] | None = None) -> str:
     """
     config = apply_overrides(config, overrides or [])
     run = open_run(config)
-    sync_weights(run, 0)
-    if config.run.validate_before:
+    sync_weights(run, policy_version(run.done + 1, config.weights.sync_interval))
+    if config.run.validate_before and run.done == 0:
         validate_policy(run, 0)
-    for step in range(1, config.run.steps + 1):
+    for step in range(run.done + 1, config.run.steps + 1):
         planned = plan_step(run, step)
         samples = generate(run, step, planned)
         rewards = score(run, step, planned, samples)

@@ -11,7 +11,7 @@ from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.preview import preview
 from verl_omni_core.stages.reward import reward
 from verl_omni_core.stages.rollout import rollout
-from verl_omni_core.stages.schedule import due
+from verl_omni_core.stages.schedule import due, policy_version
 from verl_omni_core.stages.session import RunRef
 from verl_omni_core.stages.sync import sync
 from verl_omni_core.stages.update import update
@@ -28,10 +28,10 @@ def train(config: RunConfig) -> str:
         ConfigError, DataError: the settings cannot work; nothing was started.
     """
     run = open_run(config)
-    sync(run, 0)
-    if config.run.validate_before:
+    sync(run, policy_version(run.done + 1, config.weights.sync_interval))
+    if config.run.validate_before and run.done == 0:
         validate(run, 0)
-    for step in range(1, config.run.steps + 1):
+    for step in range(run.done + 1, config.run.steps + 1):
         train_step(run, config, step)
     return finish(run)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.settings.check import check
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages.log import STAGE as LAST_STAGE
 from verl_omni_core.stages.session import RunRef, Session, register
 from verl_omni_core.store import runs
 from verl_omni_core.store.artifacts import RunStore
@@ -38,7 +39,8 @@ def open_run(config: RunConfig) -> RunRef:
     session = register(Session(ref, config, store, actors, ownership))
     restore(session)
     folder.write_engine({"replicas": actors.describe_engines()})
-    return ref
+    session.ref = replace(ref, done=steps_behind(session))
+    return session.ref
 
 
 def attach(ref: RunRef) -> Session:
@@ -61,6 +63,14 @@ def restore(session: Session) -> None:
             folder = session.store.path_of(ref, manifest.files[0].name).parent
             session.actors.trainer.load_checkpoint(str(folder))
             return
+
+
+def steps_behind(session: Session) -> int:
+    """Return the last step before the first that is not logged, or that the trainer has not learned from."""
+    logged = 0
+    while session.store.find(logged + 1, LAST_STAGE) is not None:
+        logged += 1
+    return min(logged, session.actors.trainer.version())
 
 
 def _folder(config: RunConfig) -> runs.RunFolder:

@@ -15,7 +15,7 @@ from verl_omni_core.rollout._contract import SamplingParams
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
-from verl_omni_core.stages.rollout import policy_version
+from verl_omni_core.stages.schedule import policy_version
 from verl_omni_core.stages.session import RunRef, session_of
 from verl_omni_core.store.manifest import ArtifactRef
 

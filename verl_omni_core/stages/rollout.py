@@ -5,6 +5,7 @@ from verl_omni_core.stages.drawing import draw
 from verl_omni_core.stages.keys import generation_inputs, stage_key
 from verl_omni_core.stages.metric_table import metric_table
 from verl_omni_core.stages.observe import stage
+from verl_omni_core.stages.schedule import policy_version
 from verl_omni_core.stages.session import RunRef, session_of
 from verl_omni_core.store.manifest import ArtifactRef
 
@@ -34,8 +35,3 @@ def rollout(run: RunRef, step: int, planned: ArtifactRef) -> ArtifactRef:
     files.append(attempt.write_table("metrics", 0, metric_table(step, agent_loop_metrics(timings))))
     producer = session.producer(weights_version=version, engines=session.actors.describe_engines())
     return attempt.commit(files, rows=len(requests), parents=[planned], producer=producer)
-
-
-def policy_version(step: int, sync_interval: int) -> int:
-    """Return the version that draws ``step``: the newest that was synced before it."""
-    return (step - 1) // sync_interval * sync_interval

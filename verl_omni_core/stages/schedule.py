@@ -10,3 +10,8 @@ def due(step: int, every: int, last: int) -> bool:
         last: the step after which it is due in any case; 0 for none.
     """
     return (every > 0 and step % every == 0) or step == last
+
+
+def policy_version(step: int, sync_interval: int) -> int:
+    """Return the version that draws ``step``: the newest that was synced before it."""
+    return (step - 1) // sync_interval * sync_interval

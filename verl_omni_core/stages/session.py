@@ -53,6 +53,8 @@ class RunRef:
     """Folder of the run."""
     epoch: int
     """Fence epoch of the owner; older epochs' commands and commits are refused."""
+    done: int = 0
+    """Steps that lie behind: logged, and in the trainer's weights. A resumed run goes on after them."""
 
 
 @dataclass
