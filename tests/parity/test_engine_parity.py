@@ -3,6 +3,7 @@
 Bounds are in latent units, whose spread is about 1 for glyph and several for the tiny random network.
 """
 
+import importlib.metadata
 from dataclasses import replace
 from typing import Any
 
@@ -175,7 +176,8 @@ def test_the_engine_counts_and_names_itself(pipeline: Pipeline, omni: EngineProc
     before = omni.call("describe")
     omni.each("generate", _requests(pipeline))
     after = omni.call("describe")
-    assert (after.engine, after.version, after.pipeline_class) == ("vllm_omni", "0.30.0", "SD3TrajectoryPipeline")
+    expected = ("vllm_omni", importlib.metadata.version("vllm-omni"), "SD3TrajectoryPipeline")
+    assert (after.engine, after.version, after.pipeline_class) == expected
     assert after.requests - before.requests == 3 and after.max_batch == 8
 
 
