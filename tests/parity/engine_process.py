@@ -115,6 +115,13 @@ def _serve(name: str, options: EngineOptions, pipe: multiprocessing.connection.C
     asyncio.run(_main(name, options, pipe))
 
 
+def _receive(pipe: multiprocessing.connection.Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        os._exit(1)  # the test runner is gone, and the engine's threads would keep this process for ever
+
+
 async def _main(name: str, options: EngineOptions, pipe: multiprocessing.connection.Connection) -> None:
     try:
         engine = await registry.component("engine", name).build(options)
@@ -122,7 +129,7 @@ async def _main(name: str, options: EngineOptions, pipe: multiprocessing.connect
         pipe.send(error)
         raise
     pipe.send("started")
-    while (command := await asyncio.to_thread(pipe.recv)) is not None:
+    while (command := await asyncio.to_thread(_receive, pipe)) is not None:
         method, calls = command
         if method == "start_then_close":
             results = [await _start_then_close(engine, *calls[0])]
