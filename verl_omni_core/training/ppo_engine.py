@@ -131,8 +131,8 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
                 raise
             # gradients that were not reduced yet cannot be dropped, and the other ranks may wait for this one
             raise StageLost(
-                f"rank {self.ranks.rank} failed in a forward or backward pass ({type(error).__name__}: {error}); the ranks "
-                "must be started anew, from the last checkpoint"
+                f"rank {self.ranks.rank} failed in a forward or backward pass ({type(error).__name__}: {error}); the "
+                "ranks must be started anew, from the last checkpoint"
             ) from error
         result = self._reduce(said, total)
         if check is not None:
