@@ -97,6 +97,27 @@ def test_an_update_that_broke_off_goes_on_where_it_stopped(pipeline, run, tmp_pa
     assert weights(worker, tmp_path / "a")[0] == weights(undisturbed, tmp_path / "b")[0]
 
 
+def test_a_pass_that_fails_leaves_no_gradient_behind(pipeline, run, tmp_path, monkeypatch):
+    root, refs = run
+    undisturbed = made(pipeline)
+    undisturbed.update_actor(command(root, refs[1], 1))
+    worker = made(pipeline)
+    engine = worker._worker.engine
+    real, calls = engine.prepare_model_outputs, []
+
+    def breaks(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        return real(*arguments)
+
+    monkeypatch.setattr(engine, "prepare_model_outputs", breaks)
+    with pytest.raises(MemoryError):
+        worker.update_actor(command(root, refs[1], 1))
+    worker.update_actor(command(root, refs[1], 1))
+    assert weights(worker, tmp_path / "a")[0] == weights(undisturbed, tmp_path / "b")[0]
+
+
 def test_other_rows_under_a_known_update_are_refused(pipeline, run):
     root, refs = run
     worker = made(pipeline)

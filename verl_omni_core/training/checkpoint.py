@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +37,10 @@ def save(engine: "DiffusersFSDPEngine", folder: Path, extra: Mapping[str, Any]) 
     folder.mkdir(parents=True, exist_ok=True)
     _save_random_states(engine, folder)
     state, steps = _tensors(engine)
-    dcp.save(
-        state,
-        storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-        process_group=engine.ranks.group,
-        no_dist=engine.ranks.group is None,
-    )
+    group = engine.ranks.group
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _quiet_alone():
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
     engine.ranks.barrier()
     _compare(engine, folder, state)
     if engine.ranks.rank == 0:
@@ -159,7 +159,15 @@ def _prepare_moments(engine: "DiffusersFSDPEngine", steps: Mapping[str, int]) ->
 def _read(engine: "DiffusersFSDPEngine", folder: Path, into: dict[str, Tensor]) -> None:
     group = engine.ranks.group
     reader = HuggingFaceStorageReader(str(folder))
-    dcp.load(into, storage_reader=reader, process_group=group, no_dist=group is None)
+    with _quiet_alone():
+        dcp.load(into, storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _quiet_alone() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank without a group is meant
+        yield
 
 
 def _compare(engine: "DiffusersFSDPEngine", folder: Path, state: Mapping[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from verl_omni_core.algorithms._contract import Current, LossOutput
 from verl_omni_core.batches import columns
-from verl_omni_core.errors import ContractError
+from verl_omni_core.errors import ContractError, StageLost
 from verl_omni_core.metrics.reduce import Accumulator
 from verl_omni_core.training import sharding
 from verl_omni_core.training.engine import DiffusersFSDPEngine
@@ -111,6 +111,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             check: called with the result, equal on all ranks; what it raises drops the gradient first.
         Raises:
             ContractError: no row at all, or timesteps that are not the schedule's.
+            StageLost: a pass failed on one of several ranks.
         """
         rows = batch["rows"]
         self._check(rows)
@@ -118,13 +119,21 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         if total == 0:
             return BatchResult(Accumulator(), 0.0, 0.0)
         said = _Passes()
-        with self.train_mode():
-            for number, pairs in enumerate([*passes, *padding]):
-                sharding.sync_gradients(
-                    self.module, self._reduces_each_pass or number + 1 == len(passes) + len(padding)
-                )
-                is_padding = number >= len(passes)
-                self._backward(batch, pairs, loss_fn, total, said, is_padding)
+        try:
+            with self.train_mode():
+                for number, pairs in enumerate([*passes, *padding]):
+                    is_last = number + 1 == len(passes) + len(padding)
+                    sharding.sync_gradients(self.module, self._reduces_each_pass or is_last)
+                    self._backward(batch, pairs, loss_fn, total, said, is_padding=number >= len(passes))
+        except Exception as error:
+            self.optimizer_zero_grad()
+            if self.ranks.size == 1:
+                raise
+            # gradients that were not reduced yet cannot be dropped, and the other ranks may wait for this one
+            raise StageLost(
+                f"rank {self.ranks.rank} failed in a forward or backward pass ({type(error).__name__}: {error}); the "
+                "ranks must be started anew, from the last checkpoint"
+            ) from error
         result = self._reduce(said, total)
         if check is not None:
             try:

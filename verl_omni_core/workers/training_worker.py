@@ -63,6 +63,7 @@ class TrainingWorker:
         if self._loss_fn is None:
             raise ContractError("this worker has no loss; call set_loss_fn first")
         engine = self.engine
+        engine.optimizer_zero_grad()
         result = engine.forward_backward_batch(batch, self._loss_fn, check=check)
         try:
             vote(engine.ranks, before_step)

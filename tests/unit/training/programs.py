@@ -31,7 +31,7 @@ def sgd_steps(ranks: Ranks, pipeline: str, rank: int, dtype: str = "float32", st
     return results
 
 
-def everything(ranks: Ranks, pipeline: str, folder: str) -> dict[str, Any]:
+def everything(ranks: Ranks, pipeline: str, folder: str, resumes: bool) -> dict[str, Any]:
     """All that needs several ranks, in one start of the processes."""
     results: dict[str, Any] = {
         "lora": sgd_steps(ranks, pipeline, 4),
@@ -42,6 +42,8 @@ def everything(ranks: Ranks, pipeline: str, folder: str) -> dict[str, Any]:
     results["skip"] = _one_rank_sees_infinity(ranks, pipeline)
     results["adapters"] = _adapters(ranks, pipeline)
     results["checkpoint"] = _checkpoints(ranks, pipeline, Path(folder))
+    if resumes:
+        results["resumed"] = resume(ranks, pipeline, f"{folder}/lora-1", 4)[1]
     return results
 
 
