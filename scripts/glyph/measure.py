@@ -1,6 +1,6 @@
 """Measures a trained glyph: the OCR reward on the held-out prompts."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -21,10 +21,6 @@ class Score:
     exact_share: float
     unread_share: float  # reward 0
     best_of_seeds: float  # mean over prompts of the best reward among the seeds
-
-    def as_dict(self) -> dict:
-        """The fields by name."""
-        return asdict(self)
 
 
 def tokens_of(texts: list[str], device: torch.device | str) -> torch.Tensor:

@@ -7,7 +7,7 @@ chance.
 Axes: B batch, N characters, C colour channels, H and W rows and columns of the picture.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 import torch
 from torch.nn import functional as F
@@ -33,9 +33,9 @@ class Style:
     blur: torch.Tensor  # index into BLUR_LEVELS, fractional
     contrast: torch.Tensor  # of the ink, 0 (none) to 1
     clutter: torch.Tensor  # opacity of the lines across the picture, 0 to 1
-    place_B2: torch.Tensor  # of the text's centre within the room it has, -1 to 1, shape (B, 2)
-    paper_BC: torch.Tensor  # colour, 0 to 1, shape (B, 3)
-    ink_BC: torch.Tensor
+    place: torch.Tensor  # of the text's centre within the room it has, -1 to 1, shape (B, 2)
+    paper: torch.Tensor  # colour, 0 to 1, shape (B, 3)
+    ink: torch.Tensor  # likewise
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StyleMixture:
 
     def scaled(self, factor: float) -> "StyleMixture":
         """The mixture with every share multiplied by ``factor``."""
-        return StyleMixture(**{field.name: getattr(self, field.name) * factor for field in fields(self)})
+        return StyleMixture(**{name: share * factor for name, share in asdict(self).items()})
 
 
 class StyleSampler:
@@ -81,9 +81,9 @@ class StyleSampler:
             blur=blur,
             contrast=contrast,
             clutter=clutter,
-            place_B2=torch.rand(batch, 2, device=self.device) * 2 - 1,
-            paper_BC=paper_BC,
-            ink_BC=paper_BC * torch.rand(batch, 3, device=self.device) * 0.4,
+            place=torch.rand(batch, 2, device=self.device) * 2 - 1,
+            paper=paper_BC,
+            ink=paper_BC * torch.rand(batch, 3, device=self.device) * 0.4,
         )
 
     def _uniform(self, batch: int, low: float, high: float) -> torch.Tensor:
@@ -122,7 +122,7 @@ class Renderer:
         cover_BHW = torch.maximum(cover_BHW, self._clutter(style))
         cover_BHW = self._blurred(cover_BHW, style.blur) * style.contrast[:, None, None]
         cover_B1HW = cover_BHW[:, None]
-        paper, ink = style.paper_BC[:, :, None, None], style.ink_BC[:, :, None, None]
+        paper, ink = style.paper[:, :, None, None], style.ink[:, :, None, None]
         return (paper + (ink - paper) * cover_B1HW) * 2 - 1
 
     def _letters(self, ids_BN: torch.Tensor, style: Style) -> torch.Tensor:
@@ -133,8 +133,8 @@ class Renderer:
         text_width = TEXT_LENGTH * cap * style.aspect * (CELL_WIDTH / CAP_HEIGHT)
         room_x = ((WIDTH - 2 - text_width - style.slant.abs() * cap) / 2).clamp(min=0)
         room_y = ((HEIGHT - 3 - cap) / 2).clamp(min=0)
-        dx = self.columns_HW - (WIDTH / 2 + style.place_B2[:, 0] * room_x)[:, None, None]
-        dy = self.rows_HW - (HEIGHT / 2 + style.place_B2[:, 1] * room_y)[:, None, None]
+        dx = self.columns_HW - (WIDTH / 2 + style.place[:, 0] * room_x)[:, None, None]
+        dy = self.rows_HW - (HEIGHT / 2 + style.place[:, 1] * room_y)[:, None, None]
         u = (dx + style.slant[:, None, None] * dy) / (text_width / 2)[:, None, None]
         v = dy / (cap * (CELL_HEIGHT / CAP_HEIGHT) / 2)[:, None, None]
         lookup_BHW2 = torch.stack([u, v], dim=-1)
@@ -167,5 +167,5 @@ class Renderer:
 
 def _gaussian(sigma: float) -> torch.Tensor:
     reach = int(3 * sigma + 0.999)
-    weights = torch.exp(-torch.arange(-reach, reach + 1, dtype=torch.float32) ** 2 / (2 * sigma**2))
+    weights = torch.exp(-(torch.arange(-reach, reach + 1, dtype=torch.float32) ** 2) / (2 * sigma**2))
     return weights / weights.sum()

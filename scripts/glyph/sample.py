@@ -16,7 +16,7 @@ def start_noise(batch: int, seed: int) -> torch.Tensor:
 
 @torch.no_grad()
 def draw(glyph: Glyph, tokens_BL: torch.Tensor, noise: torch.Tensor, steps: int) -> np.ndarray:
-    """Pictures as uint8 (B, HEIGHT, WIDTH, 3); the sigmas are 1, 1 - 1/steps, ..., 1/steps, 0."""
+    """Pictures as uint8 (B, 3, HEIGHT, WIDTH); the sigmas are 1, 1 - 1/steps, ..., 1/steps, 0."""
     device = tokens_BL.device
     embeds, pooled = glyph.conditions(tokens_BL)
     latents = noise.to(device)
@@ -41,6 +41,6 @@ def decode(glyph: Glyph, latents: torch.Tensor) -> torch.Tensor:
 
 
 def to_uint8(pictures_BCHW: torch.Tensor) -> np.ndarray:
-    """As the pipeline's image processor rounds them, shape (B, HEIGHT, WIDTH, 3)."""
+    """Rounded as the pipeline's image processor does, shape (B, 3, HEIGHT, WIDTH)."""
     unit = (pictures_BCHW / 2 + 0.5).clamp(0, 1)
-    return (unit * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    return (unit * 255).round().byte().cpu().numpy()

@@ -24,7 +24,9 @@ def spell(ids_BN: torch.Tensor) -> list[str]:
     return ["".join(ALPHABET[index] for index in row) for row in ids_BN.tolist()]
 
 
-def random_ids(batch: int, generator: torch.Generator | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
+def random_ids(
+    batch: int, generator: torch.Generator | None = None, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Uniform texts as indices into :data:`ALPHABET`, shape (batch, TEXT_LENGTH)."""
     return torch.randint(len(ALPHABET), (batch, TEXT_LENGTH), generator=generator, device=device)
 
