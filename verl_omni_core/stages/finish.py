@@ -32,6 +32,7 @@ def finish(run: RunRef) -> str:
     logs = _artifacts(session, "log")
     metrics = {step: metrics_of(session.store.table(ref, "metrics")) for step, ref in logs.items()}
     last = metrics[max(metrics)] if metrics else {}
+    folder.write_engine({"replicas": session.actors.describe_engines()})  # now with its whole count of requests
     seconds = time.time() - (root / "run.json").stat().st_mtime
     report = write_report(
         root / REPORT,

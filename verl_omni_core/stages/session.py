@@ -122,6 +122,13 @@ def forget(ref: RunRef) -> None:
     _sessions.pop(ref.root, None)
 
 
+def let_go(root: str) -> None:
+    """End this process's hold on a run, if it has one: a call that failed left it, and the run is started again."""
+    session = _sessions.pop(root, None)
+    if session is not None and session.ownership is not None:
+        session.ownership.release()
+
+
 def session_of(ref: RunRef) -> Session:
     """Return this process's session of a run, attaching to its actors if need be."""
     session = _sessions.get(ref.root)
