@@ -12,7 +12,7 @@ from verl_omni_core.report.html import Report, write_report
 from verl_omni_core.report.images import PicturePair, before_after, write_picture
 from verl_omni_core.report.summary import HeldOut, summary
 from verl_omni_core.stages.metric_table import metrics_of
-from verl_omni_core.stages.session import RunRef, Session, forget, session_of
+from verl_omni_core.stages.session import RunRef, Session, let_go, session_of
 from verl_omni_core.stages.validate import SAMPLES, rewards_by_prompt
 from verl_omni_core.store.manifest import ArtifactRef
 
@@ -32,6 +32,7 @@ def finish(run: RunRef) -> str:
     logs = _artifacts(session, "log")
     metrics = {step: metrics_of(session.store.table(ref, "metrics")) for step, ref in logs.items()}
     last = metrics[max(metrics)] if metrics else {}
+    folder.write_engine({"replicas": session.actors.describe_engines()})  # now with its whole count of requests
     seconds = time.time() - (root / "run.json").stat().st_mtime
     report = write_report(
         root / REPORT,
@@ -69,9 +70,7 @@ def close(session: Session) -> None:
     session.tracker.close()
     if not session.config.cluster.keep_actors:
         session.actors.stop()
-    if session.ownership is not None:
-        session.ownership.release()
-    forget(session.ref)
+    let_go(session.ref.root)
 
 
 def _artifacts(session: Session, stage: str) -> dict[int, ArtifactRef]:

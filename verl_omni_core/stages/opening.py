@@ -9,10 +9,10 @@ from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.settings.check import check
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.log import STAGE as LAST_STAGE
-from verl_omni_core.stages.session import RunRef, Session, register
+from verl_omni_core.stages.session import RunRef, Session, let_go, register
 from verl_omni_core.store import runs
 from verl_omni_core.store.artifacts import RunStore
-from verl_omni_core.store.lease import take_ownership
+from verl_omni_core.store.lease import Ownership, take_ownership
 from verl_omni_core.version import __version__
 from verl_omni_core.workers.actors import Actors
 
@@ -30,7 +30,16 @@ def open_run(config: RunConfig) -> RunRef:
     """
     check(config)
     folder = _folder(config)
+    let_go(str(folder.root))
     ownership = take_ownership(folder.root, f"{getpass.getuser()} (pid {os.getpid()})")
+    try:
+        return _open(config, folder, ownership)
+    except BaseException:
+        ownership.release()
+        raise
+
+
+def _open(config: RunConfig, folder: runs.RunFolder, ownership: Ownership) -> RunRef:
     ref = RunRef(str(folder.root), ownership.epoch)
     store = _store(ref, config)
     store.sweep()

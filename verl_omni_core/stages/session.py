@@ -119,9 +119,11 @@ def register(session: Session) -> Session:
     return session
 
 
-def forget(ref: RunRef) -> None:
-    """Drop a session; its actors live on."""
-    _sessions.pop(ref.root, None)
+def let_go(root: str) -> None:
+    """End this process's hold on a run, if it has one: a call that failed left it, and the run is started again."""
+    session = _sessions.pop(root, None)
+    if session is not None and session.ownership is not None:
+        session.ownership.release()
 
 
 def session_of(ref: RunRef) -> Session:
