@@ -9,3 +9,4 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting, for example run.steps=30. May be repeated."),
 ]
+Store = Annotated[str, typer.Option(help="Folder that holds the runs.")]
