@@ -4,17 +4,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from verl_omni_core.cli._arguments import Store
+from verl_omni_core.cli._arguments import Network, Step, Store
 
 
 def export(
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")],
     out: Annotated[str, typer.Option(help="Folder to make.")],
-    step: Annotated[int | None, typer.Option(min=0, help="Whose weights; none: the newest that has them.")] = None,
-    network: Annotated[
-        Literal["policy", "average"] | None,
-        typer.Option(help="The policy or its moving average; none: the average where the run keeps one."),
-    ] = None,
+    step: Step = None,
+    network: Network = None,
     format_: Annotated[
         Literal["peft", "diffusers"] | None,
         typer.Option(

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from verl_omni_core import __version__
+from verl_omni_core.version import __version__
 from verl_omni_core.errors import ConfigError
 from verl_omni_core.settings import resolve
 from verl_omni_core.settings.run import RunConfig
@@ -92,7 +92,9 @@ def _write(weights: TrainedWeights, partial: Path, out: Path, format: Format) ->
         export_adapter(partial, update.tensors, update.peft_config or {})
     else:
         export_pipeline(partial, adapter, base, update.tensors, update.peft_config)
-    difference = verify(partial, adapter, base, update.tensors, update.peft_config, _inputs(config, base), format=format)
+    difference = verify(
+        partial, adapter, base, update.tensors, update.peft_config, _inputs(config, base), format=format
+    )
     exported = Exported(
         str(out),
         format,

@@ -13,7 +13,7 @@ from verl_omni_core.stages.metric_table import metric_table, metrics_of
 from verl_omni_core.stages.observe import observer, stage
 from verl_omni_core.stages.plan import prompt_table, request_table
 from verl_omni_core.stages.reward import score_samples
-from verl_omni_core.stages.rollout import policy_version
+from verl_omni_core.stages.schedule import policy_version
 from verl_omni_core.stages.session import RunRef, Session, session_of
 from verl_omni_core.stages.sync import AVERAGE, POLICY, load_into_replicas, weights_artifact
 from verl_omni_core.store.manifest import ArtifactRef

@@ -19,6 +19,8 @@ from verl_omni_core.store.lease import is_owned
 RUN = "run.json"
 ENGINE = "engine.json"
 PROGRESS = "progress.json"
+TRAIN, EVALUATE = "train", "evaluate"
+"""Kinds of runs: one that learns, and one that only judges."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LAST_STAGE = "update"
 
@@ -76,7 +78,7 @@ class RunSummary:
     reward: float | None
     started: str
     updated: str
-    kind: str = "train"
+    kind: str = TRAIN
     """``train`` or ``evaluate``."""
 
 
@@ -87,7 +89,7 @@ def create_run(
     code_version: str,
     run_id: str | None = None,
     profile: str | None = None,
-    kind: str = "train",
+    kind: str = TRAIN,
 ) -> RunFolder:
     """Make a run's folder with its resolved settings.
 
@@ -138,7 +140,7 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
         raise StoreError(
             f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id"
         )
-    value.setdefault("kind", "train")
+    value.setdefault("kind", TRAIN)
     names = [field.name for field in dataclasses.fields(RunFolder) if field.name != "root"]
     missing = [name for name in names if name not in value]
     if missing or value["config_digest"] != digest(value["config"]):

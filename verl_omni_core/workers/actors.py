@@ -134,6 +134,12 @@ class Actors:
             wait_all([self.reward_workers[0].versions.remote()], self.config.reward.timeout_s, "scorer versions")[0]
         )
 
+    def scorer_ranges(self) -> dict[str, tuple[float, float]]:
+        """Return the least and the largest score of each scorer, by name."""
+        return dict(
+            wait_all([self.reward_workers[0].ranges.remote()], self.config.reward.timeout_s, "scorer ranges")[0]
+        )
+
     def describe_engines(self) -> list[dict[str, Any]]:
         """Return what each engine says about itself, its own count of finished requests among it."""
         timeout = self.config.rollout.request_timeout_s
