@@ -4,7 +4,7 @@ from prefect import task
 
 from tasks.settings import STAGE
 from verl_omni_core.settings.run import RunConfig
-from verl_omni_core.stages import finish, opening
+from verl_omni_core.stages import ending, finish, opening
 from verl_omni_core.stages.session import RunRef
 
 
@@ -18,3 +18,9 @@ def open_run(config: RunConfig) -> RunRef:
 def finish_run(run: RunRef) -> str:
     """Write the report and the summary; return the summary's text."""
     return finish.finish(run)
+
+
+@task(name="teardown", **STAGE)
+def end_run(run_id: str, store: str) -> int:
+    """End the actors of a run; return how many lived."""
+    return ending.end_run(run_id, store)

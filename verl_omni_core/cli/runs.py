@@ -1,24 +1,36 @@
 """``verl-omni runs``: the runs of a store."""
 
-from typing import Annotated
+from verl_omni_core.cli._arguments import Store
 
-import typer
+_COLUMNS = ("run", "kind", "status", "steps", "reward", "started (UTC)", "updated (UTC)")
 
 
-def runs(store: Annotated[str, typer.Option(help="Folder that holds the runs.")] = "runs") -> None:
+def runs(store: Store = "runs") -> None:
     """List the runs of a store, oldest first, whether or not their flows are alive."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from verl_omni_core.store.runs import list_runs
+    from verl_omni_core.store.runs import EVALUATE, list_runs
 
     found = list_runs(store)
     if not found:
         print(f"{store} has no runs; start one with: verl-omni train PROFILE")
         return
-    table = Table("run", "status", "steps", "reward", "started", "updated")
+    rows = [_COLUMNS]
     for run in found:
-        steps = str(run.steps_done) if run.steps is None else f"{run.steps_done}/{run.steps}"
-        reward = "-" if run.reward is None else f"{run.reward:.4f}"
-        table.add_row(run.run_id, run.status, steps, reward, run.started, run.updated)
-    Console().print(table)
+        steps = f"{run.steps_done}/{'?' if run.steps is None else run.steps}"
+        rows.append(
+            (
+                run.run_id,
+                run.kind,
+                run.status,
+                "-" if run.kind == EVALUATE else steps,
+                "-" if run.reward is None else f"{run.reward:.4f}",
+                _time(run.started),
+                _time(run.updated),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _time(text: str) -> str:
+    return text.replace("T", " ").removesuffix("+00:00")

@@ -4,15 +4,14 @@ from typing import Annotated
 
 import typer
 
+from verl_omni_core.cli._arguments import Store
+
 
 def teardown(
-    run_id: Annotated[str, typer.Argument(help="Name of the run.")],
-    store: Annotated[str, typer.Option(help="Folder that holds the runs.")] = "runs",
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")],
+    store: Store = "runs",
 ) -> None:
     """End the actors of a run; what it committed stays, and the run can be resumed."""
-    from verl_omni_core.settings.run import RunConfig
-    from verl_omni_core.store.runs import open_run
-    from verl_omni_core.workers.actors import end_actors
+    from verl_omni_core.stages.ending import end_run
 
-    config = RunConfig.model_validate(open_run(store, run_id).config)
-    print(f"ended {end_actors(config, run_id)} actors of {run_id}")
+    print(f"ended {end_run(run_id, store)} actors of {run_id}")

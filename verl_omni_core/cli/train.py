@@ -1,14 +1,12 @@
 """``verl-omni train``: run a profile in the foreground and watch it."""
 
-import importlib
-import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl_omni_core.cli._arguments import Overrides, Profile
+from verl_omni_core.cli._arguments import Overrides, Profile, WithPrefect
+from verl_omni_core.cli._surroundings import flow, surround
 
 if TYPE_CHECKING:
     from verl_omni_core.report.progress import Progress
@@ -19,7 +17,7 @@ def train(
     profile: Profile,
     set_: Overrides = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run; one that exists is resumed.")] = None,
-    prefect: Annotated[bool, typer.Option(help="Run as a Prefect flow, else as plain Python.")] = True,
+    prefect: WithPrefect = True,
 ) -> None:
     """Train a generator by reinforcement learning.
 
@@ -54,24 +52,10 @@ def _run(config: "RunConfig", prefect: bool) -> str:
 
 
 def _surrounded(config: "RunConfig", prefect: bool, display: "Progress") -> str:
-    from verl_omni_core.cluster.start import start
-
     display.message(f"run {config.run.id}: starting Ray{' and Prefect' if prefect else ''}")
-    surroundings = start(config.cluster, with_prefect=prefect, say=display.message)
-    if surroundings.prefect_url:
-        display.message(f"Prefect UI: {surroundings.prefect_url.removesuffix('/api')}")
-    if surroundings.started:
-        display.message("both stay up for the next run; stop them with: verl-omni down")
-    if not prefect:
-        from verl_omni_core.train import train as run
+    surround(config.cluster, with_prefect=prefect, say=display.message)
+    if prefect:
+        return str(flow("online")(config))
+    from verl_omni_core.train import train as run
 
-        return run(config)
-    # one line a task would tear the live display; the flow's own page has the log
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
-    return _online_flow()(config)
-
-
-def _online_flow() -> Callable[["RunConfig"], str]:
-    # by name, because the core never imports what stands above it
-    flow: Callable[[RunConfig], str] = importlib.import_module("flows.online").online
-    return flow
+    return run(config)

@@ -23,6 +23,8 @@ class CheckedRun:
     """A run that can start, and what was learned on the way."""
 
     config: RunConfig
+    splits: tuple[resolve.Split, ...] = SPLITS
+    """Sets of prompts that the run reads."""
     model_path: Path = Path()
     engine_version: str | None = None
     """Version of the engine's package; none for an engine without one."""
@@ -41,14 +43,16 @@ class CheckedRun:
         ]
 
 
-def check(config: RunConfig) -> CheckedRun:
+def check(config: RunConfig, *, splits: tuple[resolve.Split, ...] = SPLITS) -> CheckedRun:
     """Return what the run will use.
 
+    Args:
+        splits: sets of prompts that it reads; an evaluation reads ``validation`` only.
     Raises:
         ConfigError: settings that cannot work. DataError: only the data is at fault. Both say what was seen, what is
             allowed and what to write instead, for every fault found.
     """
-    found = CheckedRun(config)
+    found = CheckedRun(config, splits)
     problems: list[ConfigError | DataError] = []
     for part in (_components, _groups, _window, _engine, _model, _data):
         try:
@@ -143,7 +147,7 @@ def _model(found: CheckedRun) -> None:
 
 def _data(found: CheckedRun) -> None:
     problems = []
-    for split in SPLITS:
+    for split in found.splits:
         try:
             _split(found, split)
         except DataError as problem:

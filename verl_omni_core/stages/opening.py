@@ -10,6 +10,7 @@ from verl_omni_core.settings.check import check
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.log import STAGE as LAST_STAGE
 from verl_omni_core.stages.session import RunRef, Session, let_go, register
+from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import runs
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import Ownership, take_ownership
@@ -31,7 +32,7 @@ def open_run(config: RunConfig) -> RunRef:
     check(config)
     folder = _folder(config)
     let_go(str(folder.root))
-    ownership = take_ownership(folder.root, f"{getpass.getuser()} (pid {os.getpid()})")
+    ownership = take_ownership(folder.root, this_process())
     try:
         return _open(config, folder, ownership)
     except BaseException:
@@ -41,7 +42,7 @@ def open_run(config: RunConfig) -> RunRef:
 
 def _open(config: RunConfig, folder: runs.RunFolder, ownership: Ownership) -> RunRef:
     ref = RunRef(str(folder.root), ownership.epoch)
-    store = _store(ref, config)
+    store = store_of(ref, config)
     store.sweep()
     folder.write_progress(status="running", step=runs.steps_done(folder.root))
     actors = Actors.start_or_find(config, folder.run_id, ownership.epoch)
@@ -56,8 +57,9 @@ def attach(ref: RunRef) -> Session:
     """Return a session of a run that another process opened: its settings from disk, its actors by name."""
     root = Path(ref.root)
     folder = runs.open_run(root.parent, root.name)
-    config = RunConfig.model_validate(folder.config)
-    return Session(ref, config, _store(ref, config), Actors.find(config, folder.run_id, ref.epoch))
+    config = config_of(folder)
+    actors = Actors.find(config, folder.run_id, ref.epoch, trains=folder.kind == runs.TRAIN)
+    return Session(ref, config, store_of(ref, config), actors)
 
 
 def restore(session: Session) -> None:
@@ -82,6 +84,16 @@ def steps_behind(session: Session) -> int:
     return min(logged, session.actors.trainer.version())
 
 
+def this_process() -> str:
+    """Return who this is, for the message that others get."""
+    return f"{getpass.getuser()} (pid {os.getpid()})"
+
+
+def store_of(ref: RunRef, config: RunConfig) -> RunStore:
+    """Return the artifacts of a run, to commit as its owner."""
+    return RunStore(ref.root, epoch=ref.epoch, min_free_bytes=int(config.durability.min_free_gb * 1e9))
+
+
 def _folder(config: RunConfig) -> runs.RunFolder:
     settings = config.model_dump(mode="json")
     if config.run.id is None:
@@ -92,6 +104,8 @@ def _folder(config: RunConfig) -> runs.RunFolder:
         if (Path(config.run.store) / config.run.id).exists():
             raise
         return runs.create_run(config.run.store, settings, code_version=__version__, run_id=config.run.id)
+    if folder.kind != runs.TRAIN:
+        raise ConfigError(f"run {folder.run_id!r} is an evaluation and trains nothing; give run.id another value")
     changed = [item for item in runs.config_differences(folder.config, settings) if item[0] not in _MAY_CHANGE]
     if changed:
         key, old, new = changed[0]
@@ -100,7 +114,3 @@ def _folder(config: RunConfig) -> runs.RunFolder:
             "the settings that the run was started with"
         )
     return replace(folder, config=settings)
-
-
-def _store(ref: RunRef, config: RunConfig) -> RunStore:
-    return RunStore(ref.root, epoch=ref.epoch, min_free_bytes=int(config.durability.min_free_gb * 1e9))

@@ -11,6 +11,8 @@ from verl_omni_core.stages.validate import draw_judged, held_out
 from verl_omni_core.store.manifest import ArtifactRef
 
 STAGE = "preview"
+TAG = "images/held_out"
+"""Name of the grid in trackers."""
 
 
 @stage(STAGE)
@@ -28,12 +30,14 @@ def preview(run: RunRef, step: int) -> ArtifactRef:
 
 
 def write_grid(session: Session, step: int, samples: ArtifactRef) -> str:
-    """Write the image grid of committed samples; return its path."""
+    """Write the image grid of committed samples into the run's folder and to its tracker; return the path."""
     media = session.store.table(samples, "media")
     prompts = session.store.table(samples, "prompts").column(columns.PROMPT).to_pylist()
     path = session.root / "images" / f"step-{step:06d}.png"
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(image_grid(read_tensor(media, columns.PIXELS).numpy(), prompts))
+    grid = image_grid(read_tensor(media, columns.PIXELS).numpy(), prompts)
+    path.write_bytes(grid)
+    session.tracker.image(step, TAG, grid)
     return str(path)
 
 

@@ -13,6 +13,7 @@ from verl_omni_core.stages.metric_table import metric_table, metrics_of
 from verl_omni_core.stages.observe import observer, stage
 from verl_omni_core.stages.plan import prompt_table, request_table
 from verl_omni_core.stages.reward import score_samples
+from verl_omni_core.stages.schedule import policy_version
 from verl_omni_core.stages.session import RunRef, Session, session_of
 from verl_omni_core.stages.sync import AVERAGE, POLICY, load_into_replicas, weights_artifact
 from verl_omni_core.store.manifest import ArtifactRef
@@ -26,11 +27,15 @@ def validate(run: RunRef, step: int) -> ArtifactRef:
     """Commit the held-out samples of the policy after ``step``, their rewards and the validation metrics.
 
     With ``training.ema_decay`` the moving average of the policy is judged, and afterwards the replicas hold the policy
-    again. Every sample has a seed of its own, the same at every validation.
+    that draws the next step. Every sample has a seed of its own, the same at every validation.
     """
     session = session_of(run)
     prompts, requests = held_out(session, session.validation_prompts.num_rows, version=step)
-    samples = draw_judged(session, SAMPLES, step, prompts, requests)
+    return score_held_out(session, step, draw_judged(session, SAMPLES, step, prompts, requests), prompts)
+
+
+def score_held_out(session: Session, step: int, samples: ArtifactRef, prompts: pa.Table) -> ArtifactRef:
+    """Commit rewards and metrics of held-out samples."""
     scorers = session.config.reward.model_dump(mode="json", include={"scorers"})
     key = stage_key(STAGE, step, [samples], scorers=scorers, versions=session.actors.scorer_versions())
     done = session.store.committed(step, STAGE, key)
@@ -42,12 +47,32 @@ def validate(run: RunRef, step: int) -> ArtifactRef:
 
 def draw_judged(session: Session, name: str, step: int, prompts: pa.Table, requests: pa.Table) -> ArtifactRef:
     """Commit samples of the network that validation judges, under the stage ``name``."""
-    network = POLICY if session.config.training.ema_decay is None else AVERAGE
-    weights = weights_artifact(session, step, network)
+    judged = weights_artifact(session, step, POLICY if session.config.training.ema_decay is None else AVERAGE)
+    sampling = weights_artifact(session, policy_version(step + 1, session.config.weights.sync_interval), POLICY)
+    return draw_with(session, name, step, judged, prompts, requests, afterwards=sampling)
+
+
+def draw_with(
+    session: Session,
+    name: str,
+    step: int,
+    weights: ArtifactRef | None,
+    prompts: pa.Table,
+    requests: pa.Table,
+    *,
+    afterwards: ArtifactRef | None = None,
+) -> ArtifactRef:
+    """Commit samples drawn with committed weights, under the stage ``name``.
+
+    Args:
+        weights: loaded before; none: what the replicas hold.
+        afterwards: weights that the replicas hold after it; none: the same.
+    """
+    parents = [] if weights is None else [weights]
     key = stage_key(
         name,
         step,
-        [weights],
+        parents,
         generation=generation_inputs(session.config),
         sampling=requests.column(columns.SAMPLING_JSON)[0].as_py(),
         seeds=requests.column(columns.SEED).to_pylist(),
@@ -56,14 +81,19 @@ def draw_judged(session: Session, name: str, step: int, prompts: pa.Table, reque
     done = session.store.committed(step, name, key)
     if done is not None:
         return done
-    attempt = session.store.attempt(step, name, key, parents=[weights], weights_version=step)
-    load_into_replicas(session, weights)
+    attempt = session.store.attempt(step, name, key, parents=parents, weights_version=step)
+    if weights is not None:
+        load_into_replicas(session, weights)
     files, _ = draw(session, attempt, prompts, requests, version=step, validate=True)
-    if network != POLICY:
-        load_into_replicas(session, weights_artifact(session, step, POLICY))
+    if afterwards is not None and afterwards != weights:
+        load_into_replicas(session, afterwards)  # before the commit: a stage that is done is not entered again
     files.append(attempt.write_table("prompts", 0, prompts))
-    producer = session.producer(weights_version=step, network=network, engines=session.actors.describe_engines())
-    return attempt.commit(files, rows=len(requests), parents=[weights], producer=producer)
+    producer = session.producer(
+        weights_version=step,
+        weights=None if weights is None else weights.stage,
+        engines=session.actors.describe_engines(),
+    )
+    return attempt.commit(files, rows=len(requests), parents=parents, producer=producer)
 
 
 def held_out(session: Session, count: int, *, version: int) -> tuple[pa.Table, pa.Table]:

@@ -19,6 +19,8 @@ from verl_omni_core.store.lease import is_owned
 RUN = "run.json"
 ENGINE = "engine.json"
 PROGRESS = "progress.json"
+TRAIN, EVALUATE = "train", "evaluate"
+"""Kinds of runs: one that learns, and one that only judges."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LAST_STAGE = "update"
 
@@ -34,6 +36,8 @@ class RunFolder:
     code_version: str
     created: str
     """UTC, ISO 8601."""
+    kind: str
+    """``train`` or ``evaluate``."""
 
     @property
     def run_id(self) -> str:
@@ -74,6 +78,8 @@ class RunSummary:
     reward: float | None
     started: str
     updated: str
+    kind: str = TRAIN
+    """``train`` or ``evaluate``."""
 
 
 def create_run(
@@ -83,6 +89,7 @@ def create_run(
     code_version: str,
     run_id: str | None = None,
     profile: str | None = None,
+    kind: str = TRAIN,
 ) -> RunFolder:
     """Make a run's folder with its resolved settings.
 
@@ -92,6 +99,7 @@ def create_run(
         code_version: version of this package that made them.
         run_id: name of the run; none derives one from the time and the profile.
         profile: name of the profile, for a derived id.
+        kind: ``train``, or ``evaluate`` for a run that only judges.
     Raises:
         ConfigError: ``run_id`` is no legal name.
         StoreError: such a run exists, or the store cannot be written.
@@ -102,7 +110,13 @@ def create_run(
             "letter or digit"
         )
     store = Path(store)
-    content = {"config": dict(config), "config_digest": digest(config), "code_version": code_version, "created": _now()}
+    content = {
+        "kind": kind,
+        "config": dict(config),
+        "config_digest": digest(config),
+        "code_version": code_version,
+        "created": _now(),
+    }
     with storage_errors(store):
         store.mkdir(parents=True, exist_ok=True)
         root = _make_folder(store, run_id, profile)
@@ -126,6 +140,7 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
         raise StoreError(
             f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id"
         )
+    value.setdefault("kind", TRAIN)
     names = [field.name for field in dataclasses.fields(RunFolder) if field.name != "root"]
     missing = [name for name in names if name not in value]
     if missing or value["config_digest"] != digest(value["config"]):
@@ -177,6 +192,7 @@ def _summary(root: Path) -> RunSummary:
         progress.get("reward"),
         run.created,
         progress.get("updated", run.created),
+        run.kind,
     )
 
 

@@ -9,7 +9,7 @@ from ray.actor import ActorHandle
 from ray.util import list_named_actors
 
 from verl_omni_core.cluster import ray_head
-from verl_omni_core.errors import StageLost
+from verl_omni_core.errors import ContractError, StageLost
 from verl_omni_core.rewards._contract import Score, ScoringItem
 from verl_omni_core.rollout._contract import DiffusionOutput, EngineInfo, EngineOptions, LoadedWeights, SampleRequest
 from verl_omni_core.settings.resolve import model_path
@@ -30,21 +30,36 @@ class Actors:
 
     config: RunConfig
     namespace: str
-    trainer: TrainGroup
+    train_group: TrainGroup | None
+    """None in an evaluation, which trains nothing."""
     replicas: list[ActorHandle]
     rollout_workers: list[ActorHandle]
     reward_workers: list[ActorHandle]
 
+    @property
+    def trainer(self) -> TrainGroup:
+        """The trainer's ranks.
+
+        Raises:
+            ContractError: these actors are of an evaluation.
+        """
+        if self.train_group is None:
+            raise ContractError(f"{self.namespace} has no trainer: it evaluates; start a run to train")
+        return self.train_group
+
     @classmethod
-    def start_or_find(cls, config: RunConfig, run_id: str, epoch: int) -> "Actors":
+    def start_or_find(cls, config: RunConfig, run_id: str, epoch: int, *, trains: bool = True) -> "Actors":
         """Connect to the cluster, create the actors that do not live yet, and start their engines side by side.
+
+        Args:
+            trains: whether there is a trainer.
 
         Raises:
             DeadlineError: they did not start within ``cluster.actor_timeout_s``. Else what an engine's start raised.
         """
         namespace = _connect(config, run_id)
-        shares = _gpu_shares(config)
-        trainer = TrainGroup.start(config, namespace, epoch=epoch, num_gpus=shares.rank)
+        shares = _gpu_shares(config, trains)
+        trainer = TrainGroup.start(config, namespace, epoch=epoch, num_gpus=shares.rank) if trains else None
         replicas = [_replica(config, namespace, i, shares.replica) for i in range(config.rollout.replicas)]
         rewards = [_reward_worker(config, namespace, i) for i in range(config.reward.workers)]
         router = ReplicaRouter(replicas, config.run.deterministic, request_timeout_s=config.rollout.request_timeout_s)
@@ -57,11 +72,12 @@ class Actors:
         timeout = config.cluster.actor_timeout_s
         wait_all([replica.start.remote(options) for replica in replicas], timeout, "starting the engines")
         wait_all([worker.ping.remote() for worker in (*workers, *rewards)], timeout, "starting the workers")
-        trainer.wait_until_ready(timeout)
+        if trainer is not None:
+            trainer.wait_until_ready(timeout)
         return actors
 
     @classmethod
-    def find(cls, config: RunConfig, run_id: str, epoch: int) -> "Actors":
+    def find(cls, config: RunConfig, run_id: str, epoch: int, *, trains: bool = True) -> "Actors":
         """Return the actors of a run that another process started.
 
         Raises:
@@ -71,7 +87,7 @@ class Actors:
         return cls(
             config,
             namespace,
-            TrainGroup.find(config, namespace, epoch=epoch),
+            TrainGroup.find(config, namespace, epoch=epoch) if trains else None,
             [_named(namespace, f"replica-{i}") for i in range(config.rollout.replicas)],
             [_named(namespace, f"rollout-{i}") for i in range(config.rollout.agent_workers)],
             [_named(namespace, f"reward-{i}") for i in range(config.reward.workers)],
@@ -118,6 +134,12 @@ class Actors:
             wait_all([self.reward_workers[0].versions.remote()], self.config.reward.timeout_s, "scorer versions")[0]
         )
 
+    def scorer_ranges(self) -> dict[str, tuple[float, float]]:
+        """Return the least and the largest score of each scorer, by name."""
+        return dict(
+            wait_all([self.reward_workers[0].ranges.remote()], self.config.reward.timeout_s, "scorer ranges")[0]
+        )
+
     def describe_engines(self) -> list[dict[str, Any]]:
         """Return what each engine says about itself, its own count of finished requests among it."""
         timeout = self.config.rollout.request_timeout_s
@@ -128,7 +150,8 @@ class Actors:
 
     def stop(self) -> None:
         """End every actor of the namespace."""
-        self.trainer.stop()
+        if self.train_group is not None:
+            self.train_group.stop()
         for handle in (*self.rollout_workers, *self.reward_workers, *self.replicas):
             ray.kill(handle)
 
@@ -172,13 +195,13 @@ class _GpuShares:
     replica: float
 
 
-def _gpu_shares(config: RunConfig) -> _GpuShares:
+def _gpu_shares(config: RunConfig, trains: bool) -> _GpuShares:
     """Give each rank and each engine its own GPUs where there are enough, else let them share."""
     available = ray.cluster_resources().get("GPU", 0)
     replica = config.rollout.tensor_parallel
     if not available:
         return _GpuShares(0, 0)
-    wanted = config.training.ranks + config.rollout.replicas * replica
+    wanted = (config.training.ranks if trains else 0) + config.rollout.replicas * replica
     return _GpuShares(1, replica) if available >= wanted else _GpuShares(0.4, 0.4 * replica)
 
 

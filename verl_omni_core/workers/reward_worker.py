@@ -62,6 +62,10 @@ class RewardWorker:
         """Return the version of each scorer, by name."""
         return {name: lane.scorer.VERSION for name, lane in self._lanes.items()}
 
+    async def ranges(self) -> dict[str, tuple[float, float]]:
+        """Return the least and the largest score of each scorer, by name."""
+        return {name: lane.scorer.RANGE for name, lane in self._lanes.items()}
+
     async def score(self, items: Sequence[ScoringItem]) -> list[dict[str, Score]]:
         """Score samples.
 
