@@ -90,8 +90,10 @@ def _axes(xs: Sequence[float], ys: Sequence[float], x_label: str, y_label: str) 
 def _line(index: int, name: str, places: Sequence[tuple[float, float, float, float]]) -> str:
     colour = _COLOURS[index % len(_COLOURS)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in places)
+    # the fewer the points, the more each of them says
+    radius = 2 if len(places) > 60 else 3 if len(places) > 12 else 5
     dots = "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}">'
         f"<title>{escape(name)}: {at:g}, {value:.4f}</title></circle>"
         for x, y, at, value in places
     )

@@ -33,6 +33,8 @@ class Report:
     """Who generated: engine, version, pipeline class, count of requests."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Resolved settings by dotted name."""
+    statistics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Held-out statistics by name, such as ``best@4/mean``, of each step that was judged."""
 
 
 def render(report: Report) -> str:
@@ -56,6 +58,7 @@ def render(report: Report) -> str:
             "after": data_uri(png(pair.after)),
             "reward_before": pair.reward_before,
             "reward_after": pair.reward_after,
+            "trend": _trend(pair),
         }
         for pair in report.pairs
     ]
@@ -65,9 +68,24 @@ def render(report: Report) -> str:
         # the chart escapes what it takes
         chart=Markup(line_chart(curves, x_label="step", y_label="mean reward")),  # noqa: S704
         pairs=pairs,
+        statistics=_table(report.statistics),
         metrics=sorted(report.metrics.items()),
         settings=sorted(report.settings.items()),
     )
+
+
+def _trend(pair: PicturePair) -> str:
+    if pair.reward_before is None or pair.reward_after is None or pair.reward_before == pair.reward_after:
+        return "same"
+    return "up" if pair.reward_after > pair.reward_before else "down"
+
+
+def _table(statistics: Mapping[int, Mapping[str, float]]) -> list[tuple[int, list[tuple[str, float]]]]:
+    """Return rows of (step, named values): means only, under the names people say."""
+    return [
+        (step, [(name.removesuffix("/mean"), value) for name, value in statistics[step].items() if "/std" not in name])
+        for step in sorted(statistics)
+    ]
 
 
 def write_report(path: str | Path, report: Report) -> Path:

@@ -89,7 +89,7 @@ def plan_evaluation(
     else:
         subjects, title = (Subject(f"base {found.config.model.path}", 0, None),), target
     own_id = run_id or runs.new_run_id(store, f"evaluate-{Path(target).stem if target.endswith('.toml') else target}")
-    changes |= {"run.id": own_id, "run.store": str(store), "run.steps": 0}
+    changes |= {"run.id": own_id, "run.store": str(store), "run.steps": 0, "cluster.keep_actors": False}
     settings = _changed(found.config, changes)
     check(settings, splits=("validation",))
     return Evaluation(title, settings, subjects)

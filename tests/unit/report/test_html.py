@@ -27,6 +27,7 @@ REPORT = Report(
     settings_digest="abc123",
     engine={"engine": "vllm-omni", "requests": 2048},
     settings={"run.seed": 42},
+    statistics={30: {"mean@4": 0.625, "best@4/mean": 0.875}, 0: {"mean@4": 0.5, "best@4/mean": 0.75}},
 )
 
 
@@ -57,10 +58,23 @@ def test_the_page_stands_alone_and_is_well_formed() -> None:
 
 def test_the_page_has_the_numbers_of_the_run() -> None:
     page = render(REPORT)
-    numbers = ("0.500 before", "<strong>0.625</strong>", "+0.125", "+0.080 to +0.170", "128 prompts, 4 fixed seeds")
+    numbers = ("<dd>0.500</dd>", "<strong>0.625</strong>", "+0.125", "+0.080 to +0.170", "128 prompts, 4 fixed seeds")
     facts = ("6 min 12 s", "vllm-omni", "2048", "abc123", "critic/rewards/mean", "1e-09", "run.seed", "no score")
     for text in numbers + facts:
         assert text in page, text
+
+
+def test_held_out_statistics_stand_in_the_order_of_the_steps() -> None:
+    page = re.sub(r"\s+", "", render(REPORT))
+    row = '<tr><th>{}</th><tdclass="number">{}</td><tdclass="number">{}</td></tr>'
+    first, last = row.format(0, "0.5000", "0.7500"), row.format(30, "0.6250", "0.8750")
+    assert first + last in page and '<thclass="number">best@4</th>' in page
+
+
+@pytest.mark.parametrize(("low", "high", "kind"), [(0.1, 0.2, "gain"), (-0.2, -0.1, "loss"), (-0.1, 0.2, "open")])
+def test_a_gain_is_shown_as_one_only_where_its_interval_leaves_out_zero(low: float, high: float, kind: str) -> None:
+    page = render(dataclasses.replace(REPORT, held_out=dataclasses.replace(HELD_OUT, low=low, high=high)))
+    assert f'<dd class="{kind}">' in page
 
 
 def test_what_comes_from_data_is_escaped() -> None:
