@@ -1,0 +1,145 @@
+"""One Ray head for the folder, and runs that several claims are checked on. Each run's actors end after its last use."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ray
+
+from benchmarks.memory import Footprint, Sampler, services_here
+from tests.flows import small
+from tests.flows.recorded import Recorded
+from verl_omni_core.cluster import prefect_server, ray_head, services
+from verl_omni_core.cluster.start import start
+from verl_omni_core.settings.run import ClusterSettings, RunConfig
+from verl_omni_core.train import train
+from verl_omni_core.workers.actors import Actors, end_actors
+
+LIMIT_S = 480
+COMMAND = [sys.executable, "-c", "from verl_omni_core.cli.main import app; app()"]
+
+
+@pytest.fixture(scope="package")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Ray head of this folder's own, in its own home; whatever happens, its services end with the folder's tests."""
+    folder = tmp_path_factory.mktemp("services")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_OMNI_HOME", str(folder))
+        patch.setenv("RAY_ADDRESS", "")  # restored afterwards, as is what the start sets
+        patch.delenv("RAY_ADDRESS")
+        try:
+            start(ClusterSettings(object_store_mb=200), with_prefect=False, say=lambda line: None)
+            yield folder
+        finally:
+            ray.shutdown()
+            for name in (ray_head.NAME, prefect_server.NAME):
+                services.stop(name)
+
+
+@pytest.fixture(scope="package")
+def store(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@dataclass
+class Ran:
+    """A finished run whose actors live."""
+
+    config: RunConfig
+    summary: str
+    peak: Footprint | None = None
+
+    @property
+    def root(self) -> Path:
+        return Path(self.config.run.store) / str(self.config.run.id)
+
+    @property
+    def recorded(self) -> Recorded:
+        return Recorded(self.root)
+
+    def actors(self) -> Actors:
+        return Actors.find(self.config, str(self.config.run.id), epoch=10**6)
+
+    def requests(self) -> list[int]:
+        """Return each engine's own count of finished requests."""
+        return [int(engine["requests"]) for engine in self.actors().describe_engines()]
+
+    def end(self) -> None:
+        end_actors(self.config, str(self.config.run.id))
+
+
+def command_line(home: Path, arguments: list[str], *, timeout_s: float = LIMIT_S) -> tuple[str, Footprint]:
+    """Run ``verl-omni`` with ``arguments``; return what it printed and the peak memory of all that ran for it."""
+    environment = {**os.environ, "VERL_OMNI_HOME": str(home)}
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    with Sampler(lambda: [process.pid, *services_here()]) as sampler:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+    assert process.returncode == 0, output[-4000:]
+    return output, sampler.peak
+
+
+@pytest.fixture(scope="package")
+def flow(home: Path, store: Path) -> Iterator[Ran]:
+    """The demo, small, as a user starts it: command line, Prefect flow, one replica."""
+    ran = Ran(small.settings("flow", store), "")
+    arguments = [part for item in small.overrides("flow", store) for part in ("--set", item)]
+    try:
+        ran.summary, ran.peak = command_line(home, ["train", small.DEMO, *arguments])
+        yield ran
+    finally:
+        ran.end()
+
+
+@dataclass
+class Broken:
+    """How the plain run came to its end."""
+
+    trainer_before: int
+    trainer_resumed: int
+    """Process ids of the trainer in the first piece of the run and in its continuation."""
+
+
+@pytest.fixture(scope="package")
+def plain(home: Path, store: Path) -> Iterator[tuple[Ran, Broken]]:
+    """The same settings with two replicas as plain Python, in three pieces.
+
+    One step; then, on the living actors, up to the moment before the last checkpoint, where the run stops and all actors
+    are killed; then the rest from the last checkpoint and the stored batches.
+    """
+    name = "plain"
+    first = small.settings(name, store, rollout__replicas=2, run__steps=1)
+    whole = small.settings(name, store, rollout__replicas=2)
+    ran = Ran(whole, "")
+    pids = []
+
+    def note_and_stop() -> None:
+        pids.append(ran.actors().trainer.states()[0].pid)
+        small.stop()
+
+    try:
+        train(first)
+        pids.append(ran.actors().trainer.states()[0].pid)
+        with small.before(small.STEPS, "checkpoint", note_and_stop), pytest.raises(small.Stopped):
+            train(whole)
+        ran.end()
+        ran.summary = train(whole)
+        yield ran, Broken(*pids)
+    finally:
+        ran.end()
+
+
+@pytest.fixture
+def fresh_prefect(home: Path) -> None:
+    """Throw the Prefect server and its database away; the next flow gets a new one."""
+    services.stop(prefect_server.NAME)
+    shutil.rmtree(home / "prefect", ignore_errors=True)
