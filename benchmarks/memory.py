@@ -8,7 +8,6 @@ that one of them holds open are added whole, so mapped parts of them count twice
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -108,7 +107,7 @@ def _shared_files(pid: int) -> dict[tuple[int, int], int]:
     found = {}
     try:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(entry).startswith(_SHM):
+            if str(entry.readlink()).startswith(_SHM):
                 status = entry.stat()
                 found[status.st_dev, status.st_ino] = status.st_blocks * _BLOCK
     except OSError:

@@ -2,7 +2,12 @@
 
 import os
 
+import hypothesis
 import pytest
+
+# the same examples in every run: a property that fails must not depend on the day
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""One Ray head for the folder, and runs that several claims are checked on. Each run's actors end after its last use."""
+"""One Ray head for the folder, and runs that several claims share; each run's actors end after its last use."""
 
 import os
 import shutil
@@ -113,8 +113,8 @@ class Broken:
 def plain(home: Path, store: Path) -> Iterator[tuple[Ran, Broken]]:
     """The same settings with two replicas as plain Python, in three pieces.
 
-    One step; then, on the living actors, up to the moment before the last checkpoint, where the run stops and all actors
-    are killed; then the rest from the last checkpoint and the stored batches.
+    One step; then, on the living actors, up to the moment before the last checkpoint, where the run stops and all
+    actors are killed; then the rest from the last checkpoint and the stored batches.
     """
     name = "plain"
     first = small.settings(name, store, rollout__replicas=2, run__steps=1)
