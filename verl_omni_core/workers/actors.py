@@ -18,9 +18,9 @@ from verl_omni_core.workers.replica import create_replica
 from verl_omni_core.workers.reward_worker import RewardWorker
 from verl_omni_core.workers.rollout_worker import PackResult, PackTask, RolloutWorker
 from verl_omni_core.workers.router import ReplicaRouter
+from verl_omni_core.workers.threads import environment
 from verl_omni_core.workers.train_group import TrainGroup, wait_all
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CONCURRENCY = 1024
 
 
@@ -229,14 +229,13 @@ def _actor(cls: type, namespace: str, name: str, threads: int) -> Any:
 
 def _options(namespace: str, name: str, threads: int) -> dict[str, Any]:
     # CPUs are shared by thread settings, not by Ray's slots: the actors of a small machine take turns
-    variables = {key: str(threads) for key in _THREAD_VARIABLES}
     return {
         "namespace": namespace,
         "name": name,
         "lifetime": "detached",
         "get_if_exists": True,
         "num_cpus": 0,
-        "runtime_env": {"env_vars": variables},
+        "runtime_env": {"env_vars": environment(threads)},
     }
 
 

@@ -24,11 +24,11 @@ from verl_omni_core.workers.commands import (
     UpdateResult,
     WrittenWeights,
 )
+from verl_omni_core.workers.threads import environment
 
 _SLICE_S = 2.0
 _GRACE_S = 15.0
 _PING_S = 30.0
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class TrainGroup:
@@ -51,7 +51,6 @@ class TrainGroup:
             num_gpus: of each rank.
             actor_options: further options of Ray's, such as a placement group.
         """
-        variables = {name: str(config.training.threads) for name in _THREAD_VARIABLES}
         # a rank computes one command at a time and answers pings meanwhile
         actor = ray.remote(concurrency_groups={CONTROL: 1})(ActorRolloutRefWorker)
         handles = []
@@ -64,7 +63,7 @@ class TrainGroup:
                 "max_restarts": 0,
                 "num_cpus": 0,
                 "num_gpus": num_gpus,
-                "runtime_env": {"env_vars": variables},
+                "runtime_env": {"env_vars": environment(config.training.threads)},
             }
             handles.append(actor.options(**options | actor_options).remote(config, rank, config.training.ranks))
         return cls(config, handles, epoch)
