@@ -83,3 +83,9 @@ def gap(one: Mapping[str, object], other: Mapping[str, object]) -> float:
     """Return the largest difference between two sets of weights."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)  # type: ignore[operator]
+
+
+def distance(one: Mapping[str, object], other: Mapping[str, object]) -> float:
+    """Return the Euclidean distance of two sets of weights."""
+    assert one.keys() == other.keys()
+    return sum(float((one[name] - other[name]).double().square().sum()) for name in one) ** 0.5  # type: ignore[operator]

@@ -102,7 +102,8 @@ def test_two_ranks_train_as_one(flow: Ran, store: Path) -> None:
     one, two = flow.recorded, ran.recorded
     assert np.array_equal(one.rewards(1), two.rewards(1))
     assert one.latents(1).equal(two.latents(1))
-    moved = small.gap(one.weights(1), one.weights(0))
-    assert small.gap(one.weights(1), two.weights(1)) <= 1e-2 * moved
+    # AdamW's first move is the sign of the gradient: where that is near 0, rounding decides single elements
+    moved = small.distance(one.weights(1), one.weights(0))
+    assert small.distance(one.weights(1), two.weights(1)) <= 1e-3 * moved
     for step in (1, 2):
         assert two.metrics(step)["actor/first_ratio_deviation"] <= 1e-5
