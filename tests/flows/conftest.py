@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,8 @@ class Ran:
     config: RunConfig
     summary: str
     peak: Footprint | None = None
+    task_runs: list[tuple[str, str, str]] = field(default_factory=list)
+    """What Prefect recorded, where the run was a flow: name, inputs and state of each task run."""
 
     @property
     def root(self) -> Path:
@@ -95,9 +100,23 @@ def flow(home: Path, store: Path) -> Iterator[Ran]:
     arguments = [part for item in small.overrides("flow", store) for part in ("--set", item)]
     try:
         ran.summary, ran.peak = command_line(home, ["train", small.DEMO, *arguments])
+        ran.task_runs = recorded_task_runs(home, "flow")
         yield ran
     finally:
         ran.end()
+
+
+def recorded_task_runs(home: Path, flow_run: str, *, timeout_s: float = 60) -> list[tuple[str, str, str]]:
+    """Return the task runs of a finished flow run; the server writes them down a moment after they happened."""
+    query = "select t.name, t.task_inputs, t.state_type from task_run t join flow_run f on f.id = t.flow_run_id"
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with closing(sqlite3.connect(f"file:{home}/prefect/prefect.db?mode=ro", uri=True)) as database:
+            rows = database.execute(f"{query} where f.name = ?", (flow_run,)).fetchall()
+        if {state for *_, state in rows} == {"COMPLETED"} and any(name.startswith("finish") for name, *_ in rows):
+            return rows
+        assert time.monotonic() < deadline, rows
+        time.sleep(0.5)
 
 
 @dataclass
