@@ -1,4 +1,7 @@
-"""The Ray cluster that holds a run's actors: a given one, or a standing local head on loopback.
+"""The Ray cluster that holds a run's actors: a given one, or a standing local head.
+
+The local head is not confined to loopback: Ray replaces the loopback address that it is given by the host's own, so its
+ports are open to the network, without authentication. Start it on trusted networks only.
 
 The cluster outlives the flow. A driver connects, never shuts it down, and finds actors by name in the run's namespace.
 """
