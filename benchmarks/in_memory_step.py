@@ -105,7 +105,8 @@ class InMemoryLoop:
             shuffle=config.data.shuffle,
         )
         sampling = training_sampling(config, number)
-        size, nothing = config.rollout.pack_size, np.empty(0, np.uint8)
+        size = config.rollout.pack_size
+        nothing: np.ndarray = np.empty(0, np.uint8)
         items, requests = [], []
         for index in range(len(draws) * group):
             row = self._prompts[draws[index // group].dataset_row]

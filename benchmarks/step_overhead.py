@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from verl_omni_core.workers import threads
+
 if TYPE_CHECKING:
     from benchmarks.product_step import Measured, ProductStep
     from verl_omni_core.settings.run import RunConfig
@@ -134,9 +136,13 @@ def main() -> None:
     line = os.dup(1)
     os.dup2(2, 1)  # engines print; the line stands alone
     load_before = os.getloadavg()
+    if "torch" in sys.modules:
+        raise SystemExit("torch is loaded, too late to choose its threads; start this as a program of its own")
     with tempfile.TemporaryDirectory(prefix="overhead-", dir=arguments.folder, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         config = settings(arguments, folder / "runs")
+        # both sides compute in threads of one kind; the product gives these variables to its actors
+        os.environ.update(threads.environment(max(config.training.threads, config.rollout.threads)))
         with surroundings(config, folder / "home"):
             from benchmarks.product_step import measure
 
