@@ -1,5 +1,6 @@
 """A training step of the product, as the flow ``online`` runs it, in turn with the same step of an in-memory loop."""
 
+import os
 import time
 from dataclasses import dataclass, field
 
@@ -68,6 +69,8 @@ def measure(config: RunConfig, pairs: int, repeats: int) -> Measured:
 def _measure(run: RunRef, pairs: int, repeats: int) -> Measured:
     session, measured, last = session_of(run), Measured(), pairs + WARM_UP
     sync_weights(run, 0)
+    # Ray lowers its actors' priority; with another one, whatever else runs would slow one side only
+    os.setpriority(os.PRIO_PROCESS, 0, psutil.Process(session.actors.trainer.states()[0].pid).nice())
     loop = InMemoryLoop(session.config)
     try:
         cpu_s = 0.0
