@@ -32,6 +32,10 @@ class NumericError(VerlOmniError, ArithmeticError):
     """Non-finite gradients, rewards or pixels beyond what the settings tolerate."""
 
 
+class OffPolicyError(NumericError):
+    """Samples that the policy which learns from them has not drawn, where it should have."""
+
+
 class EngineError(VerlOmniError, RuntimeError):
     """A generation engine that failed, stopped or answered something impossible."""
 

@@ -1,5 +1,6 @@
 """The importance ratio through the whole chain: who draws, who recomputes, and what a wrong weight does."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import ray
 
 from tests.flows import small
 from tests.flows.conftest import Ran
-from verl_omni_core.errors import NumericError
+from verl_omni_core.errors import OffPolicyError
 from verl_omni_core.train import train
 from verl_omni_core.weights.filesystem import read_update
 
@@ -38,7 +39,7 @@ def test_learning_rate_zero_reproduces_the_base_exactly(still: Ran) -> None:
     assert run.metrics(1)[DEVIATION] <= 1e-5
 
 
-def test_a_replicas_weight_that_is_off_by_1e_3_stops_the_run(still: Ran) -> None:
+def test_a_replicas_weight_that_is_off_by_1e_3_stops_the_run_and_its_samples_are_drawn_again(still: Ran) -> None:
     settings = small.settings("still", still.root.parent, run__steps=2, training__learning_rate=0)
 
     def perturb() -> None:
@@ -49,10 +50,15 @@ def test_a_replicas_weight_that_is_off_by_1e_3_stops_the_run(still: Ran) -> None
         tensors = {**update.tensors, name: update.tensors[name] + 1e-3}
         ray.get(still.actors().replicas[0].load_weights.remote(replace(update, tensors=tensors)), timeout=60)
 
-    with small.before(2, "rollout", perturb), pytest.raises(NumericError, match="max_ratio_deviation"):
+    with small.before(2, "rollout", perturb), pytest.raises(OffPolicyError, match="max_ratio_deviation"):
         train(settings)
-    assert still.recorded.store.find(2, "update") is None
-    assert still.recorded.store.find(2, "sync") is None
+    for stage in ("rollout", "reward", "advantage", "update", "sync"):
+        assert still.recorded.store.find(2, stage) is None, stage
+    (wrong,) = (still.root / "steps" / "000002" / "rollout" / "attempts").iterdir()
+    assert "max_ratio_deviation" in json.loads((wrong / "rejected.json").read_text())["reason"]
+    train(settings)
+    assert still.recorded.ref(2, "rollout").attempt != wrong.name
+    assert still.recorded.metrics(2)[DEVIATION] <= 1e-5
 
 
 def test_ratio_is_exactly_1_through_diffusers_where_the_pack_is_the_replay_batch(store: Path) -> None:

@@ -1,7 +1,7 @@
 """The Ray cluster that holds a run's actors: a given one, or a standing local head.
 
-The local head is not confined to loopback: Ray replaces the loopback address that it is given by the host's own, so its
-ports are open to the network, without authentication. Start it on trusted networks only.
+The local head binds to loopback: it asks for no password, and who reaches its ports can run code. Ray itself replaces a
+loopback address by the host's own, in the head and in every driver, unless a switch forbids clusters of several machines.
 
 The cluster outlives the flow. A driver connects, never shuts it down, and finds actors by name in the run's namespace.
 """
@@ -28,6 +28,8 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Named for the systems on which it is off by default. Ray reads it when it is first imported."""
 
 
 def given(settings: ClusterSettings) -> str | None:
@@ -58,7 +60,7 @@ def launch(settings: ClusterSettings) -> services.Service:
         *("--include-dashboard", "false", "--disable-usage-stats"),
         *("--object-store-memory", str(size)),
     ]
-    return services.launch(NAME, command, f"127.0.0.1:{port}", ENVIRONMENT)
+    return services.launch(NAME, command, f"127.0.0.1:{port}", ENVIRONMENT | LOOPBACK_ONLY)
 
 
 def wait(service: services.Service) -> str:
@@ -74,8 +76,23 @@ def connect(address: str, namespace: str) -> None:
     if ray.is_initialized():
         return
     os.environ.update(ENVIRONMENT)
+    if _is_own(address):
+        _stay_on_loopback()
     options: dict[str, Any] = dict(log_to_driver=False, logging_level="ERROR", configure_logging=False)
     ray.init(address=address, namespace=namespace, **options)
+
+
+def _is_own(address: str) -> bool:
+    head = services.find(NAME)
+    return head is not None and head.address == address
+
+
+def _stay_on_loopback() -> None:
+    """Make this driver address our own head as the head addresses itself."""
+    from ray._private import ray_constants
+
+    os.environ.update(LOOPBACK_ONLY)  # for processes that this one starts
+    ray_constants.ENABLE_RAY_CLUSTER = False  # here: whoever imported ray before has fixed the switch's value
 
 
 def _accepts(address: str) -> bool:

@@ -1,8 +1,7 @@
 """Standing local services: a Ray head and a Prefect server in sessions of their own, which outlive the command.
 
 Each service is one process group with its output in a log file. A small JSON file remembers them, so that the next
-command finds them and ``verl-omni down`` stops exactly these. The Prefect server binds to loopback; the
-Ray head does not, see :mod:`verl_omni_core.cluster.ray_head`.
+command finds them and ``verl-omni down`` stops exactly these. All of them bind to loopback.
 """
 
 import json

@@ -101,6 +101,8 @@ class EngineInfo:
     """Requests finished, by the engine's own count."""
     max_batch: int
     """The batch limit in force, after clamping."""
+    instance: str = ""
+    """Of this start of the engine, in an actor: ``requests`` counts from it."""
 
 
 class RolloutEngine(Protocol):

@@ -132,7 +132,7 @@ def finish_evaluation(run: RunRef, evaluation: Evaluation) -> EvaluationResult:
         seconds_per_subject={step: session.spans.get(step, {}).get(STAGE, math.nan) for step in refs},
     )
     _commit(session, result, list(refs.values()))
-    session.folder().write_engine({"replicas": session.actors.describe_engines()})
+    session.folder().write_engines(session.actors.describe_engines())
     session.folder().write_progress(status="finished", step=0, reward=judged[-1].mean)
     close(session)
     return result

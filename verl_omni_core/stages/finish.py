@@ -25,7 +25,7 @@ def finish(run: RunRef) -> str:
     """Write the report and the before/after picture, mark the run finished, and return its summary."""
     session = session_of(run)
     root, folder = session.root, session.folder()
-    folder.write_engine({"replicas": session.actors.describe_engines()})
+    folder.write_engines(session.actors.describe_engines())
     pairs = comparison.picture_pairs(session, session.config.tracking.grid_prompts)
     picture = write_picture(root / PICTURE, before_after(pairs)) if pairs else None
     seconds = time.time() - (root / "run.json").stat().st_mtime
@@ -64,7 +64,7 @@ def report_of(session: Session, pairs: list[PicturePair], seconds: float) -> Rep
         metrics=metrics[max(metrics)] if metrics else {},
         settings_digest=digest(config.model_dump(mode="json")),
         settings={name: value_at(config, name) for name in tree.fields()},
-        engine=_engine(folder.engine()),
+        engine=_engine(folder.engines()),
     )
 
 
@@ -76,11 +76,13 @@ def value_at(config: RunConfig, name: str) -> Any:
     return value
 
 
-def _engine(recorded: dict[str, Any] | None) -> dict[str, Any]:
-    replicas = (recorded or {}).get("replicas", [])
+def _engine(recorded: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    replicas = recorded["replicas"]
     if not replicas:
         return {}
-    return {**replicas[0], "replicas": len(replicas), "requests": sum(replica["requests"] for replica in replicas)}
+    shown = {name: value for name, value in replicas[0].items() if name != "instance"}
+    requests = sum(engine["requests"] for engine in (*replicas, *recorded["earlier"]))
+    return {**shown, "replicas": len(replicas), "requests": requests}
 
 
 def close(session: Session) -> None:

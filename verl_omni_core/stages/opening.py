@@ -48,7 +48,7 @@ def _open(config: RunConfig, folder: runs.RunFolder, ownership: Ownership) -> Ru
     actors = Actors.start_or_find(config, folder.run_id, ownership.epoch)
     session = register(Session(ref, config, store, actors, ownership))
     restore(session)
-    folder.write_engine({"replicas": actors.describe_engines()})
+    folder.write_engines(actors.describe_engines())
     session.ref = replace(ref, done=steps_behind(session))
     return session.ref
 

@@ -9,6 +9,7 @@ from verl_omni_core.settings.resolve import adapter
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.session import RunRef, Session, session_of
+from verl_omni_core.stages.update import STAGE as UPDATE
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.workers.commands import ProbeCommand
 
@@ -72,11 +73,20 @@ def weights_artifact(session: Session, step: int, network: str) -> ArtifactRef:
         network: ``policy``, or ``average`` for its moving average.
     """
     name = STAGE if network == POLICY else f"{STAGE}-{network}"
-    key = stage_key(name, step, [], training=session.config.training.model_dump(mode="json"), network=network)
+    update = session.store.find(step, UPDATE)
+    parents = [] if update is None else [update]
+    key = stage_key(
+        name,
+        step,
+        parents,
+        model=session.config.model.model_dump(mode="json"),
+        training=session.config.training.model_dump(mode="json", exclude={"step_timeout_s"}),
+        network=network,
+    )
     done = session.store.committed(step, name, key)
     if done is not None:
         return done
-    attempt = session.store.attempt(step, name, key, weights_version=step)
+    attempt = session.store.attempt(step, name, key, parents=parents, weights_version=step)
     written = session.actors.trainer.update_weights(str(attempt.folder), network)
     if written.version != step:
         raise ContractError(
@@ -85,7 +95,7 @@ def weights_artifact(session: Session, step: int, network: str) -> ArtifactRef:
         )
     files = [attempt.add_file(file) for file in written.files]
     producer = session.producer(weights_version=written.version, kind=written.kind, checksum=written.checksum)
-    return attempt.commit(files, rows=written.tensor_count, parents=[], producer=producer)
+    return attempt.commit(files, rows=written.tensor_count, parents=parents, producer=producer)
 
 
 def load_into_replicas(session: Session, artifact: ArtifactRef) -> None:

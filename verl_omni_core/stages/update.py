@@ -1,11 +1,15 @@
 """Train on a step's committed tables, exactly once a mini-batch."""
 
+from typing import NoReturn
+
+from verl_omni_core.errors import OffPolicyError
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.metric_table import metric_table
 from verl_omni_core.stages.observe import stage
-from verl_omni_core.stages.session import RunRef, session_of
+from verl_omni_core.stages.session import RunRef, Session, session_of
 from verl_omni_core.store.manifest import ArtifactRef
+from verl_omni_core.store.rejection import reject
 from verl_omni_core.workers.commands import UpdateCommand
 
 STAGE = "update"
@@ -28,8 +32,9 @@ def update(
         reference: the reference policy's means, where the loss has a divergence term.
 
     Raises:
-        NumericError: ratios of the first mini-batch are not 1 (``algorithm.max_ratio_deviation``), or gradients
-            stayed non-finite.
+        OffPolicyError: ratios of the first mini-batch are not 1 (``algorithm.max_ratio_deviation``). The samples are
+            set aside, with all that was computed from them, and drawn again when the step is.
+        NumericError: gradients stayed non-finite.
     """
     session = session_of(run)
     parents = [ref for ref in (rollout, advantages, old_log_probs, reference) if ref is not None]
@@ -54,7 +59,12 @@ def update(
         reference=reference,
         mini_batches=mini_batches(session.config),
     )
-    result = session.actors.trainer.update_actor(command)
+    try:
+        result = session.actors.trainer.update_actor(command)
+    except OffPolicyError as error:
+        if done is None:
+            _set_aside(session, rollout, error)
+        raise
     if done is not None:
         return done  # a restored trainer caught up from stored batches
     known = {record["update_id"] for record in session.ledger.records()} if result.replayed else set()
@@ -67,6 +77,14 @@ def update(
     return attempt.commit(
         files, rows=len(table), parents=parents, producer=session.producer(weights_version=result.version)
     )
+
+
+def _set_aside(session: Session, rollout: ArtifactRef, error: OffPolicyError) -> NoReturn:
+    reject(session.store, rollout, str(error))
+    raise OffPolicyError(
+        f"{error}. The samples of step {rollout.step} are set aside in {rollout.stage}/attempts/{rollout.attempt}; "
+        "started again, the run draws them anew"
+    ) from error
 
 
 def mini_batches(config: RunConfig) -> list[list[int]]:

@@ -23,6 +23,7 @@ from verl_omni_core.errors import ContractError, StoreError
 from verl_omni_core.store.attempt import (
     DESCRIPTION,
     MANIFEST,
+    REJECTED,
     SHARDS,
     Attempt,
     is_trusted,
@@ -208,7 +209,7 @@ class RunStore:
         found: dict[int, ShardRecord] = {}
         folder = self._stage_folder(step, stage) / "attempts"
         for attempt in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
-            if _key_of(attempt) != key:
+            if _key_of(attempt) != key or (attempt / REJECTED).exists():
                 continue
             for path in sorted((attempt / SHARDS).glob("*.json")):
                 record = _shard_record(attempt, path)

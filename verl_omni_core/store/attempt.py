@@ -39,6 +39,8 @@ COMMIT = "COMMIT"
 MANIFEST = "manifest.json"
 DESCRIPTION = "attempt.json"
 SHARDS = "shards"
+REJECTED = "rejected.json"
+"""In an attempt whose commit was taken back: why; see :mod:`verl_omni_core.store.rejection`."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,13 +44,22 @@ class RunFolder:
         """The run's name, that of its folder."""
         return self.root.name
 
-    def write_engine(self, info: Mapping[str, Any]) -> None:
-        """Record who generates: engine, version, pipeline class, request count. The newest call stands."""
-        replace_whole(self.root / ENGINE, json.dumps(dict(info), indent=1).encode())
+    def write_engines(self, replicas: Sequence[Mapping[str, Any]]) -> None:
+        """Record who generates: engine, version, pipeline class, count of requests.
 
-    def engine(self) -> dict[str, Any] | None:
-        """Return what :meth:`write_engine` recorded, or none."""
-        return _read_json(self.root / ENGINE)
+        Args:
+            replicas: what the living engines say about themselves, each with its ``instance``. Engines that were
+                recorded before and do not live any more stay, as ``earlier``, with what they said last.
+        """
+        known = self.engines()
+        living = {replica["instance"] for replica in replicas}
+        earlier = [each for each in (*known["earlier"], *known["replicas"]) if each["instance"] not in living]
+        content = {"replicas": [dict(replica) for replica in replicas], "earlier": earlier}
+        replace_whole(self.root / ENGINE, json.dumps(content, indent=1).encode())
+
+    def engines(self) -> dict[str, list[dict[str, Any]]]:
+        """Return what :meth:`write_engines` recorded: ``replicas`` and ``earlier``, empty if nothing was."""
+        return _read_json(self.root / ENGINE) or {"replicas": [], "earlier": []}
 
     def write_progress(self, *, status: str, step: int, reward: float | None = None) -> None:
         """Say how far the run is, for listings. What is done is decided by commits, not by this.

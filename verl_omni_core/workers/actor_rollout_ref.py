@@ -14,7 +14,7 @@ import torch
 from verl_omni_core import registry
 from verl_omni_core.batches import columns
 from verl_omni_core.batches.tables import build_table
-from verl_omni_core.errors import ConfigError, ContractError, FencedError, NumericError
+from verl_omni_core.errors import ConfigError, ContractError, FencedError, OffPolicyError
 from verl_omni_core.identity import digest
 from verl_omni_core.metrics.reduce import Accumulator
 from verl_omni_core.rollout._contract import WeightUpdate
@@ -111,8 +111,9 @@ class ActorRolloutRefWorker:
         Raises:
             FencedError: a newer owner exists.
             ContractError: another version than expected, or other rows than those of the first delivery.
-            NumericError: ratios of the first mini-batch leave 1 by more than ``algorithm.max_ratio_deviation``, or too
-                many steps were skipped.
+            OffPolicyError: ratios of the first mini-batch leave 1 by more than ``algorithm.max_ratio_deviation``; no
+                optimizer step was made.
+            NumericError: too many steps were skipped.
         """
         started = time.monotonic()
         worker = self._ready()
@@ -319,10 +320,10 @@ class ActorRolloutRefWorker:
     def _check_ratio(self, result: BatchResult) -> None:
         limit = self.config.algorithm.max_ratio_deviation
         if limit is not None and result.pairs and not result.ratio_deviation <= limit:
-            raise NumericError(
+            raise OffPolicyError(
                 f"on the first mini-batch a ratio is {result.ratio_deviation:.3g} away from 1, more than "
                 f"algorithm.max_ratio_deviation = {limit:g}: the samples were not drawn by this policy. Check that the "
-                "replicas hold this version and compute in the trainer's dtype, or raise the setting"
+                "replicas hold this version and compute in the trainer's dtype, or start a new run with a higher setting"
             )
 
     def _fence(self, root: str, epoch: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class vLLMOmniReplica:  # noqa: N801  the founding documents' name
         self._name = name
         self._component = engine
         self._engine: RolloutEngine | None = None
+        self._instance = ""
         self._version = 0
         self._starting = asyncio.Lock()
 
@@ -51,7 +53,8 @@ class vLLMOmniReplica:  # noqa: N801  the founding documents' name
                 os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of processes that the engine starts
                 torch.set_num_threads(options.threads)
                 self._engine = await registry.component("engine", self._component).build(options)
-        return await self._engine.describe()
+                self._instance = uuid.uuid4().hex[:12]
+        return await self.describe()
 
     async def generate(self, request: SampleRequest) -> DiffusionOutput:
         """Draw one sample; its ``replica`` field names this actor."""
@@ -74,7 +77,7 @@ class vLLMOmniReplica:  # noqa: N801  the founding documents' name
 
     async def describe(self) -> EngineInfo:
         """Return the engine's name, version, pipeline and own count of finished requests."""
-        return await self._running().describe()
+        return replace(await self._running().describe(), instance=self._instance)
 
     async def sleep(self) -> None:
         """Set the weights aside after the samples in flight."""

@@ -69,9 +69,18 @@ def test_the_listing_tells_status_steps_and_reward(tmp_path):
     listed = {summary.run_id: summary for summary in list_runs(tmp_path)}
     assert (listed["new"].status, listed["new"].steps_done, listed["new"].steps) == ("new", 0, 5)
     assert (listed["done"].status, listed["done"].steps_done, listed["done"].reward) == ("finished", 5, 0.75)
-    assert new.engine() is None
-    new.write_engine({"engine": "vllm_omni", "requests": 3})
-    assert new.engine() == {"engine": "vllm_omni", "requests": 3}
+
+
+def test_engines_that_ended_keep_their_counts(tmp_path):
+    run = create_run(tmp_path, CONFIG, code_version="1")
+    assert run.engines() == {"replicas": [], "earlier": []}
+    run.write_engines([{"instance": "a", "requests": 3}])
+    run.write_engines([{"instance": "a", "requests": 7}])
+    assert run.engines() == {"replicas": [{"instance": "a", "requests": 7}], "earlier": []}
+    run.write_engines([{"instance": "b", "requests": 0}])
+    run.write_engines([{"instance": "b", "requests": 2}])
+    assert run.engines()["earlier"] == [{"instance": "a", "requests": 7}]
+    assert run.engines()["replicas"] == [{"instance": "b", "requests": 2}]
 
 
 def test_a_run_is_running_while_somebody_owns_it_and_interrupted_after_a_kill(tmp_path):

@@ -1,0 +1,58 @@
+"""Take back what was committed and turned out wrong: the stage and all of its step that was computed from it.
+
+The files stay in their attempt, beside a note that says why, until the stage is committed again and swept.
+"""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+from verl_omni_core.errors import StoreError
+from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.attempt import COMMIT, REJECTED, stage_folder
+from verl_omni_core.store.durable_files import replace_whole, sync_all
+from verl_omni_core.store.lease import check_epoch
+from verl_omni_core.store.manifest import ArtifactRef
+
+
+def reject(store: RunStore, ref: ArtifactRef, reason: str) -> list[ArtifactRef]:
+    """Make a stage, and those of its step that descend from it, undone.
+
+    What descends goes first: a crash in between leaves nothing that stands on a rejected result.
+
+    Args:
+        ref: the result that is wrong.
+        reason: what was seen, for whoever reads the folder.
+    Returns: what was taken back, in that order.
+    Raises:
+        FencedError: a newer owner exists.
+        StoreError: something else is committed there now.
+    """
+    check_epoch(Path(store.root), store.epoch)
+    current = store.find(ref.step, ref.stage)
+    if current != ref:
+        raise StoreError(
+            f"stage {ref.stage!r} of step {ref.step} is committed as {current.attempt if current else 'nothing'}, "
+            f"{ref.attempt} was to be rejected; read the step again"
+        )
+    taken_back = [*reversed(_descendants(store, ref)), ref]
+    for each in taken_back:
+        stage = stage_folder(Path(store.root), each.step, each.stage)
+        note = {**each.to_json(), "reason": reason, "rejected": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        replace_whole(stage / "attempts" / each.attempt / REJECTED, json.dumps(note, indent=1).encode())
+        (stage / COMMIT).unlink()
+        sync_all([stage])
+    return taken_back
+
+
+def _descendants(store: RunStore, ref: ArtifactRef) -> list[ArtifactRef]:
+    """Return the committed stages of the step that were computed from ``ref``, each after its parents."""
+    step = Path(store.root) / "steps" / f"{ref.step:06d}"
+    others = [found for folder in sorted(step.iterdir()) if (found := store.find(ref.step, folder.name))]
+    parents = {other: set(store.manifest(other).parents) for other in others}
+    family = [ref]
+    while True:
+        more = [other for other in others if other not in family and parents[other] & set(family)]
+        if not more:
+            return family[1:]
+        family.extend(more)
