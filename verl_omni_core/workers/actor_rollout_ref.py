@@ -323,7 +323,7 @@ class ActorRolloutRefWorker:
             raise OffPolicyError(
                 f"on the first mini-batch a ratio is {result.ratio_deviation:.3g} away from 1, more than "
                 f"algorithm.max_ratio_deviation = {limit:g}: the samples were not drawn by this policy. Check that the "
-                "replicas hold this version and compute in the trainer's dtype, or start a new run with a higher setting"
+                "replicas hold this version and compute in the trainer's dtype, or start a run with a higher limit"
             )
 
     def _fence(self, root: str, epoch: int) -> None:

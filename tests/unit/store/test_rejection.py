@@ -1,6 +1,7 @@
 """A result that turned out wrong is taken back, with all that stands on it, and nothing else."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -37,8 +38,8 @@ def test_rejecting_a_stage_takes_back_its_descendants_and_keeps_its_parents_and_
     assert store.find(2, "plan") == planned and store.find(1, "update") == before
     for ref in taken_back:
         assert store.committed(2, ref.stage, "k") is None
-        folder = store.root + f"/steps/000002/{ref.stage}/attempts/{ref.attempt}"
-        note = json.loads(open(f"{folder}/{REJECTED}").read())
+        folder = Path(store.root) / "steps" / "000002" / ref.stage / "attempts" / ref.attempt
+        note = json.loads((folder / REJECTED).read_text())
         assert note["reason"] == "drawn by another policy" and note["attempt"] == ref.attempt
 
 

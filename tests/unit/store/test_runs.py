@@ -64,7 +64,7 @@ def test_a_foreign_folder_and_changed_settings_are_refused(tmp_path):
 
 def test_the_listing_tells_status_steps_and_reward(tmp_path):
     assert list_runs(tmp_path / "none") == []
-    new, done = (create_run(tmp_path, CONFIG, code_version="1", run_id=name) for name in ("new", "done"))
+    _, done = (create_run(tmp_path, CONFIG, code_version="1", run_id=name) for name in ("new", "done"))
     done.write_progress(status="finished", step=5, reward=0.75)
     listed = {summary.run_id: summary for summary in list_runs(tmp_path)}
     assert (listed["new"].status, listed["new"].steps_done, listed["new"].steps) == ("new", 0, 5)
