@@ -1,7 +1,7 @@
 """The Ray cluster that holds a run's actors: a given one, or a standing local head.
 
 The local head binds to loopback: it asks for no password, and who reaches its ports can run code. Ray itself replaces a
-loopback address by the host's own, in the head and in every driver, unless a switch forbids clusters of several machines.
+loopback address by the host's own, in the head and in every driver, unless a switch forbids clusters of many machines.
 
 The cluster outlives the flow. A driver connects, never shuts it down, and finds actors by name in the run's namespace.
 """
