@@ -143,7 +143,8 @@ class DiffusionAgentLoopWorker:
         row["pack"] = None
         if self._config.run.deterministic:
             size = int(batch.meta_info.get("pack_size", len(batch)))
-            row["pack"] = PackPosition(_whole_number(row, "pack_index", index), size)
+            name = str(batch.meta_info.get("pack") or "")
+            row["pack"] = PackPosition(_whole_number(row, "pack_index", index), size, name, count=len(batch))
         return row
 
     def _seed(self, row: dict[str, Any], meta: dict[str, Any]) -> int:
@@ -180,6 +181,8 @@ class DiffusionAgentLoopWorker:
             except Exception as error:  # noqa: BLE001 - a failed sample is a row with its error
                 if attempt == most or not getattr(error, "retryable", False):
                     return SampleFailure(row["sample_id"], error, attempt)
+                if row["pack"] is not None:
+                    row = {**row, "pack": dataclasses.replace(row["pack"], name="")}  # its pack has gone ahead
                 await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
             else:
                 output.extra_fields["attempts"] = attempt

@@ -35,6 +35,11 @@ class PackPosition:
 
     index: int
     size: int
+    """Rows of a full pack, and with them the batch's shape; the last pack may have fewer."""
+    name: str = ""
+    """Of the pack: samples of a named one enter the engine together."""
+    count: int = 0
+    """Samples of the pack that are drawn at this time."""
 
 
 @dataclass(frozen=True)

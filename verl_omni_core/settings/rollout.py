@@ -16,7 +16,7 @@ class RolloutSettings(Settings):
     replicas: int = Field(1, ge=1, description="Engines that generate side by side.")
     tensor_parallel: int = Field(1, ge=1, description="Devices an engine spans.")
     max_batch: int = Field(32, ge=1, description="Most requests that an engine runs in one forward pass.")
-    batch_wait_ms: float = Field(30, ge=0, description="How long an engine waits for a batch to fill, milliseconds.")
+    batch_wait_ms: float = Field(100, ge=0, description="How long an engine waits for a batch to fill, milliseconds.")
     pack_size: int = Field(32, ge=1, description="Samples of one shard: the unit of commit and of retry.")
     dtype: Dtype = Field("float32", description="Dtype in which the engine computes.")
     threads: int = Field(2, ge=1, description="CPU threads of an engine, where it runs on a CPU.")

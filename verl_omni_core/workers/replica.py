@@ -23,6 +23,7 @@ from verl_omni_core.rollout._contract import (
     WeightUpdate,
 )
 from verl_omni_core.weights.filesystem import read_update
+from verl_omni_core.workers.pack_gate import PackGate
 
 _CONCURRENCY = 4096  # requests wait inside the engine, where they can share a batch, never in front of the actor
 
@@ -41,6 +42,7 @@ class vLLMOmniReplica:  # noqa: N801  the founding documents' name
         self._instance = ""
         self._version = 0
         self._starting = asyncio.Lock()
+        self._gate = PackGate()
 
     async def start(self, options: EngineOptions) -> EngineInfo:
         """Start the engine and return what it is; a second call returns the same without starting another.
@@ -58,6 +60,7 @@ class vLLMOmniReplica:  # noqa: N801  the founding documents' name
 
     async def generate(self, request: SampleRequest) -> DiffusionOutput:
         """Draw one sample; its ``replica`` field names this actor."""
+        await self._gate.enter(request)
         output = await self._running().generate(request)
         return replace(output, extra_fields={**output.extra_fields, "replica": self._name})
 

@@ -131,7 +131,7 @@ def test_packs_have_places_and_one_route_in_deterministic_mode_only() -> None:
     fixed, free = Client(), Client()
     generate(DiffusionAgentLoopWorker(config(run={"deterministic": True}), fixed), batch(3, meta=meta))
     generate(DiffusionAgentLoopWorker(config(), free), batch(3, meta={"global_steps": 1}))
-    assert [request.pack for request in fixed.requests] == [PackPosition(i, 4) for i in range(3)]
+    assert [request.pack for request in fixed.requests] == [PackPosition(i, 4, "abc", 3) for i in range(3)]
     assert set(fixed.route_keys) == {"abc"}
     assert [request.pack for request in free.requests] == [None] * 3
     assert free.route_keys == ["s0", "s1", "s2"]
