@@ -1,7 +1,7 @@
 """Lets the samples of a pack into the engine together, in the order of their places.
 
 In deterministic mode a row is computed at its own place of a batch of fixed shape. Messages arrive in any order, and
-two samples that claim one place cost a whole batch more. Rows that follow each other never do, wherever the engine cuts.
+two samples that claim one place cost a whole batch more. Rows that follow each other never do, wherever it is cut.
 """
 
 import asyncio
