@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from verl_omni_core.batches import columns
 from verl_omni_core.batches.tables import read_tensor
 from verl_omni_core.metrics.rl import off_policy_metrics, rollout_correction_metrics, scorer_metrics
@@ -65,12 +67,12 @@ def _collect(session: Session, step: int, sources: dict[str, ArtifactRef]) -> di
     summary = store.table(sources["reward"], "reward_summary")
     scores = {name: summary.column(name).to_pylist() for name in summary.column_names if name.startswith("reward/")}
     metrics |= scorer_metrics({**scores, "combined": summary.column(columns.RM_SCORE).to_pylist()})
-    drawn = store.table(sources["rollout"], "trajectories")
-    metrics |= off_policy_metrics(
-        step, drawn.column(columns.MIN_VERSION).to_numpy(), drawn.column(columns.MAX_VERSION).to_numpy()
-    )
+    # of all samples: the rollout takes no other one, and its trajectories are large
+    drew = np.array([store.manifest(sources["rollout"]).producer["weights_version"]])
+    metrics |= off_policy_metrics(step, drew, drew)
     old = store.find(step, "old_log_probs")
     if old is not None:
+        drawn = store.table(sources["rollout"], "trajectories")
         metrics |= rollout_correction_metrics(
             read_tensor(store.table(old, "logprobs"), columns.OLD_LOG_PROBS),
             read_tensor(drawn, columns.ROLLOUT_LOG_PROBS),

@@ -98,7 +98,7 @@ def commit_rollout(session: Session, step: int, *, version: int) -> list[Artifac
         "all_timesteps": torch.tensor([TIMESTEPS] * SAMPLES),
         "rollout_log_probs": DRAWN_LOG_PROBS,
     }
-    attempt = session.store.attempt(step, "rollout", "key")
+    attempt = session.store.attempt(step, "rollout", "key", weights_version=version)
     files = [
         attempt.write_table("trajectories", 0, build_table("trajectories", trajectories)),
         attempt.write_table("metrics", 0, metric_table(step, {"agent_loop/compute_score/mean": 0.5})),
