@@ -67,7 +67,8 @@ class InMemoryLoop:
         self._scorer = registry.component("reward", entry.name).build(resolve.scorer_options(entry))
         self._algorithm = resolve.component("algorithm", config.algorithm.name)
         self._options = resolve.algorithm_options(config)
-        self._loss = diffusion_loss(self._algorithm, self._options)
+        bypass = not config.algorithm.recompute_old_log_probs
+        self._loss = diffusion_loss(self._algorithm, self._options, bypass=bypass)
         self._trainer = self._build_trainer()
         self._load(version=0)
 

@@ -1,6 +1,7 @@
 """``verl-omni train``: run a profile in the foreground and watch it."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,9 +41,11 @@ def train(
 def _run(config: "RunConfig", prefect: bool) -> str:
     from verl_omni_core.report.progress import Progress
     from verl_omni_core.stages.observe import observe_with
+    from verl_omni_core.store.runs import steps_done
 
     display = Progress()
-    display.start(str(config.run.id), steps=config.run.steps)
+    done = steps_done(Path(config.run.store) / str(config.run.id))
+    display.start(str(config.run.id), steps=config.run.steps, step=done)
     remove = observe_with(display)
     try:
         return _surrounded(config, prefect, display)

@@ -98,32 +98,39 @@ ROLLOUT_CORRECTION = [
 PROGRESS = [
     Metric("training/global_step", "step", "last", "training steps made"),
     Metric("training/epoch", "epoch", "last", "passes over the data set"),
-    Metric("timing_s/{stage}", "s", "sum", "wall time of a stage of the step"),
+    *_extremes("training/off_policy/trajectory_staleness", "step", "step - 1 - newest policy version of a sample"),
+    *_extremes(
+        "training/off_policy/trajectory_staleness_worst", "step", "step - 1 - oldest policy version of a sample"
+    ),
+    *_extremes("training/off_policy/trajectory_spans", "", "policy versions that a sample spans"),
+    Metric("timing_s/{stage}", "s", "sum", "wall time of a stage of the step; 'step' is perf/time_per_step"),
     Metric("timing_per_image_ms/{stage}", "ms", "mean", "a stage's wall time by samples"),
     Metric("perf/total_num_images", "sample", "sum", "samples of a step"),
-    Metric("perf/time_per_step", "s", "last", "wall time of a step"),
-    Metric("perf/throughput", "sample/s", "last", "samples by wall time and by training devices"),
+    Metric(
+        "perf/time_per_step",
+        "s",
+        "last",
+        "wall time from a step's plan to its log, without validation, pictures and checkpoint; left out of a step that "
+        "was resumed midway, as is what follows from it",
+    ),
+    Metric(
+        "perf/throughput",
+        "sample/s/device",
+        "last",
+        "samples by perf/time_per_step and by the GPUs that train or generate; by 1 where there are none",
+    ),
     Metric("agent_loop/{part}/{statistic}", "s", "mean", "generation, tool and scoring times of samples"),
-    Metric("old_policy/update_applied", "", "last", "1 if the sampling policy was refreshed"),
-    Metric("old_policy/copy_update", "", "last", "1 if it became a copy of the trained one"),
-    Metric("old_policy/ema_update", "", "last", "1 if it was averaged with the trained one"),
-    Metric("old_policy/decay", "", "last", "weight that the sampling policy kept"),
-    Metric("rollout/failed_fraction", "", "mean", "share of samples that the engine could not make"),
-    Metric("flow/overhead_s", "s", "sum", "wall time of a step outside its stages' own work"),
-    Metric("flow/task_count", "", "sum", "flow tasks of a step"),
-    Metric("flow/retries", "", "sum", "stages done again"),
-    Metric("store/bytes_written", "B", "sum", "bytes of committed artifacts"),
-    Metric("store/bytes_read", "B", "sum", "bytes of artifacts read"),
-    Metric("store/commit_s", "s", "sum", "wall time of commits"),
-    Metric("mem/gpu_peak", "B", "max", "largest device memory"),
-    Metric("mem/host_peak", "B", "max", "largest host memory of the run's processes"),
+    Metric("flow/overhead_s", "s", "last", "the part of perf/time_per_step outside its stages, with waits for retries"),
 ]
 
 VALIDATION = [
     Metric(
-        "val-core/{source}/{variable}/{statistic}", "", "last", "mean@N and best@N of a data source's main variable"
+        "val-core/{source}/{variable}/{statistic}",
+        "",
+        "last",
+        "mean@N and best@N of a data source's main variable: acc if a scorer says it, else reward",
     ),
-    Metric("val-aux/{source}/{variable}/{statistic}", "", "last", "the other validation statistics"),
+    Metric("val-aux/{source}/{variable}/{statistic}", "", "last", "the other statistics and variables of validation"),
 ]
 
 METRICS: tuple[Metric, ...] = (*ACTOR, *CRITIC, *ROLLOUT_CORRECTION, *PROGRESS, *VALIDATION)

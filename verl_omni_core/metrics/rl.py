@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,6 +138,60 @@ def rollout_correction_metrics(
             at = (timesteps == timestep) & (kept > 0)
             metrics[f"logprob_abs_diff/ts_{timestep:g}"] = float(away[at].mean())
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def rollout_correction_rows(log_probs_B: Tensor, rollout_log_probs_B: Tensor) -> dict[str, Tensor]:
+    """Return the rows behind ``actor/rollout_corr/*``: the policy in training against the engine, a stored step a row.
+
+    A row is one step, so its sum over steps is its value. Reduced as ``metrics.names`` declares, the rows give what
+    :func:`rollout_correction_metrics` says of [B, 1] log-probs.
+
+    Args:
+        log_probs_B, rollout_log_probs_B: [B] fp32 nats a latent element.
+
+    Returns: [B] float64 each, detached.
+    """
+    current, rollout = log_probs_B.detach().double(), rollout_log_probs_B.detach().double()
+    log_ratio = current - rollout
+    chi2 = (2 * log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1
+    rows = {
+        "training_ppl": (-current).exp(),
+        "training_log_ppl": -current,
+        "rollout_ppl": (-rollout).exp(),
+        "rollout_log_ppl": -rollout,
+        "kl": -log_ratio,
+        "k3_kl": log_ratio.exp() - log_ratio - 1,
+        "log_ppl_diff": -log_ratio,
+        "log_ppl_abs_diff": log_ratio.abs(),
+        "log_ppl_diff_max": -log_ratio,
+        "log_ppl_diff_min": -log_ratio,
+        "ppl_ratio": (-log_ratio).exp(),
+        "chi2_token": chi2,
+        "chi2_seq": chi2,
+        "logprob_abs_diff_mean": log_ratio.abs(),
+        "logprob_abs_diff_max": log_ratio.abs(),
+    }
+    return {f"actor/rollout_corr/{name}": values for name, values in rows.items()}
+
+
+def off_policy_metrics(step: int, min_versions: np.ndarray, max_versions: np.ndarray) -> dict[str, float]:
+    """Return ``training/off_policy/*``: how old the policies are that drew a step's samples.
+
+    Args:
+        step: 1-based; an on-policy sample of it has version ``step - 1``.
+        min_versions, max_versions: [N] oldest and newest policy version that took part in each sample.
+    """
+    oldest, newest = torch.tensor(min_versions).double(), torch.tensor(max_versions).double()
+    ages = {
+        "trajectory_staleness": step - 1 - newest,
+        "trajectory_staleness_worst": step - 1 - oldest,
+        "trajectory_spans": newest - oldest + 1,
+    }
+    return {
+        name: value
+        for kind, values in ages.items()
+        for name, value in _extremes(f"training/off_policy/{kind}", values).items()
+    }
 
 
 def old_policy_metrics(applied: bool, decay: float, kind: Literal["copy", "ema", "none"]) -> dict[str, float]:

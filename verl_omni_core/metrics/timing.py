@@ -24,6 +24,10 @@ def timing_metrics(seconds: Mapping[str, float], num_samples: int) -> dict[str, 
 def throughput_metrics(num_samples: int, step_time_s: float, num_devices: int) -> dict[str, float]:
     """Return ``perf/total_num_images``, ``perf/time_per_step`` and ``perf/throughput`` (samples/s and device).
 
+    Args:
+        step_time_s: wall time of the step.
+        num_devices: GPUs that train or generate; 1 where there are none.
+
     Raises:
         ValueError: a time or device count that is not positive.
     """

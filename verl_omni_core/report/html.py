@@ -19,7 +19,7 @@ class Report:
     run_id: str
     steps: int
     seconds: float
-    """Wall time of the run."""
+    """That the run took; time without an owner does not count."""
     rewards: Sequence[Point]
     """(step, mean reward of the step's samples)."""
     validations: Sequence[Point]

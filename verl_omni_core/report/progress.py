@@ -1,6 +1,7 @@
 """The live display of a run: step, stage, reward, throughput and time left; plain lines where there is no terminal."""
 
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 REWARD = "critic/rewards/mean"
-THROUGHPUT = "perf/throughput"
+SAMPLES, SECONDS = "perf/total_num_images", "perf/time_per_step"
 _RECENT = 10
+_MEAN_REWARD = re.compile(r"val-(core|aux)/.+/reward/mean@\d+")
+"""An accuracy may be the main metric of a validation; the reward is what the run shows all along."""
 
 
 @dataclass
@@ -29,9 +32,10 @@ class _State:
     reward: float = math.nan
     held_out: float = math.nan
     throughput: float = math.nan
-    started: float = 0.0
+    begun: float = 0.0
+    """When the step in hand began; before that, when the last one ended."""
     step_seconds: list[float] = field(default_factory=list)
-    last_done: float = 0.0
+    """Of the last steps that ran here from their beginning."""
 
 
 class Progress:
@@ -69,7 +73,7 @@ class Progress:
             step: those done before, in a resumed run.
         """
         now = self._clock()
-        self._state = _State(run=run, steps=steps, step=step, done=step, started=now, last_done=now)
+        self._state = _State(run=run, steps=steps, step=step, done=step, begun=now)
         if self._terminal:
             from rich.live import Live
 
@@ -80,29 +84,34 @@ class Progress:
 
     def stage(self, step: int, name: str) -> None:
         """Say which stage runs now."""
+        if step != self._state.step:  # start-up and a validation before the first step belong to none
+            self._state.begun = self._clock()
         self._state.step, self._state.stage = step, name
         self._redraw()
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step. A metric that is absent shows as a dash."""
         state, now = self._state, self._clock()
-        state.step_seconds = [*state.step_seconds, now - state.last_done][-_RECENT:]
-        state.last_done, state.done, state.step = now, step, step
+        seconds = now - state.begun
+        # less than the step itself took: it, or a part of it, was done before
+        if seconds >= metrics.get(SECONDS, math.inf):
+            state.step_seconds = [*state.step_seconds, seconds][-_RECENT:]
+        state.begun, state.done, state.step = now, step, step
         state.reward = metrics.get(REWARD, math.nan)
-        state.throughput = metrics.get(THROUGHPUT, math.nan)
+        state.throughput = metrics.get(SAMPLES, math.nan) / metrics.get(SECONDS, math.nan)
         if self._live is None:
             self._print(
                 f"step {step}/{state.steps}  reward {_number(state.reward)}  {_number(state.throughput, 2)} samples/s  "
-                f"{duration(state.step_seconds[-1])}, {self._left()} left"
+                f"{duration(seconds)}, {self._left()} left"
             )
         self._redraw()
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a validation: the first mean among the main metrics."""
-        main = [(name, value) for name, value in metrics.items() if name.startswith("val-core/") and "mean@" in name]
-        if main:
-            self._state.held_out = main[0][1]
-            self.message(f"step {step}: held-out reward {main[0][1]:.4f} ({main[0][0]})")
+        """Show a validation: the mean reward of the first data source."""
+        means = [(name, value) for name, value in metrics.items() if _MEAN_REWARD.fullmatch(name)]
+        if means:
+            self._state.held_out = means[0][1]
+            self.message(f"step {step}: held-out reward {means[0][1]:.4f} ({means[0][0]})")
 
     def message(self, text: str) -> None:
         """Show a line that stays."""

@@ -38,7 +38,7 @@ def summary(
     Args:
         run_id: name of the run.
         steps: training steps done.
-        seconds: wall time of the run.
+        seconds: that the run took; time without an owner does not count.
         held_out: none if the run did not validate before and after.
         report: path of the HTML report.
         picture: path of the picture of the same seeds before and after.

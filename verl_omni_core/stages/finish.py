@@ -1,6 +1,6 @@
 """The end of a run: the report, the pictures, the summary. Everything is read from the store."""
 
-import time
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from verl_omni_core.stages import comparison
 from verl_omni_core.stages.metric_table import metrics_of
 from verl_omni_core.stages.session import RunRef, Session, let_go, session_of
 from verl_omni_core.stages.validate import rewards_by_prompt
+from verl_omni_core.store.attempt import COMMIT, read_commit
+from verl_omni_core.store.lease import owners
+from verl_omni_core.store.manifest import ArtifactRef
 
 REPORT, PICTURE = "report.html", "images/before_after.png"
 REWARD = "critic/rewards/mean"
@@ -28,7 +31,7 @@ def finish(run: RunRef) -> str:
     folder.write_engines(session.actors.describe_engines())
     pairs = comparison.picture_pairs(session, session.config.tracking.grid_prompts)
     picture = write_picture(root / PICTURE, before_after(pairs)) if pairs else None
-    seconds = time.time() - (root / "run.json").stat().st_mtime
+    seconds = seconds_worked(session, datetime.now(UTC))
     content = report_of(session, pairs, seconds)
     text = summary(
         run_id=folder.run_id,
@@ -66,6 +69,27 @@ def report_of(session: Session, pairs: list[PicturePair], seconds: float) -> Rep
         settings={name: value_at(config, name) for name in tree.fields()},
         engine=_engine(folder.engines()),
     )
+
+
+def seconds_worked(session: Session, now: datetime) -> float:
+    """Return the time that the run took: of each of its owners, from taking the run to the last commit.
+
+    For the owner at work that is until ``now``. Start-up and validation count; time without an owner does not.
+    """
+    newest: dict[int, list[ArtifactRef]] = {}
+    for marker in sorted(session.root.glob(f"steps/*/*/{COMMIT}")):
+        ref = read_commit(marker.parent)
+        if ref is not None:
+            epoch = int(ref.attempt.partition("-")[0])
+            refs = newest.get(epoch, [])
+            newest[epoch] = [*(kept for kept in refs if kept.step == ref.step), ref]
+    seconds = 0.0
+    for owner in owners(session.root):
+        began, refs = datetime.fromisoformat(owner["since"]), newest.get(owner["epoch"], [])
+        ended = [datetime.fromisoformat(session.store.manifest(ref).producer["finished"]) for ref in refs]
+        last = now if owner["epoch"] == session.ref.epoch else max(ended, default=began)
+        seconds += max((last - began).total_seconds(), 0.0)
+    return seconds
 
 
 def value_at(config: RunConfig, name: str) -> Any:

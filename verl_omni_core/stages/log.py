@@ -1,15 +1,20 @@
 """Collect a step's numbers: into its table, into TensorBoard, to whoever watches."""
 
+import time
 from collections.abc import Sequence
+
+import numpy as np
 
 from verl_omni_core.batches import columns
 from verl_omni_core.batches.tables import read_tensor
-from verl_omni_core.metrics.rl import rollout_correction_metrics, scorer_metrics
+from verl_omni_core.metrics.rl import off_policy_metrics, rollout_correction_metrics, scorer_metrics
 from verl_omni_core.metrics.timing import throughput_metrics, timing_metrics
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.metric_table import metric_table, metrics_of
 from verl_omni_core.stages.observe import observer
+from verl_omni_core.stages.plan import STAGE as FIRST_STAGE
 from verl_omni_core.stages.session import RunRef, Session, session_of
+from verl_omni_core.stages.validate import STAGE as VALIDATE
 from verl_omni_core.store import runs
 from verl_omni_core.store.manifest import ArtifactRef
 
@@ -25,6 +30,8 @@ _TIMED_AS = {
     "validate": "testing",
 }
 """The field's names of stages in ``timing_s/*``, where they differ from ours."""
+_BESIDE_THE_STEP = ("validate", "preview", "checkpoint")
+"""What happens between a step's plan and its log without being part of it."""
 
 
 def log(run: RunRef, step: int, sources: Sequence[ArtifactRef]) -> ArtifactRef:
@@ -43,7 +50,8 @@ def log(run: RunRef, step: int, sources: Sequence[ArtifactRef]) -> ArtifactRef:
         done = attempt.commit(files, rows=len(metrics), parents=list(sources), producer=session.producer())
     metrics = metrics_of(session.store.table(done, "metrics"))
     session.folder().write_progress(status="running", step=step, reward=metrics.get("critic/rewards/mean"))
-    session.tracker.scalars(step, metrics)
+    # validation has sent its own
+    session.tracker.scalars(step, {name: value for name, value in metrics.items() if not name.startswith("val-")})
     observer().step_done(step, metrics)
     return done
 
@@ -53,23 +61,47 @@ def _collect(session: Session, step: int, sources: dict[str, ArtifactRef]) -> di
     for source in sources.values():
         if any(file.table == "metrics" for file in store.manifest(source).files):
             metrics |= metrics_of(store.table(source, "metrics"))
+    validation = store.find(step, VALIDATE)
+    if validation is not None:
+        metrics |= metrics_of(store.table(validation, "metrics"))
     summary = store.table(sources["reward"], "reward_summary")
     scores = {name: summary.column(name).to_pylist() for name in summary.column_names if name.startswith("reward/")}
     metrics |= scorer_metrics({**scores, "combined": summary.column(columns.RM_SCORE).to_pylist()})
+    # of all samples: the rollout takes no other one, and its trajectories are large
+    drew = np.array([store.manifest(sources["rollout"]).producer["weights_version"]])
+    metrics |= off_policy_metrics(step, drew, drew)
     old = store.find(step, "old_log_probs")
     if old is not None:
+        drawn = store.table(sources["rollout"], "trajectories")
         metrics |= rollout_correction_metrics(
             read_tensor(store.table(old, "logprobs"), columns.OLD_LOG_PROBS),
-            read_tensor(store.table(sources["rollout"], "trajectories"), columns.ROLLOUT_LOG_PROBS),
+            read_tensor(drawn, columns.ROLLOUT_LOG_PROBS),
+            timesteps=read_tensor(drawn, columns.ALL_TIMESTEPS),
         )
-    seconds = dict(session.spans.get(step, {}))
-    whole = sum(seconds.values())
-    named = {_TIMED_AS.get(name, name): value for name, value in seconds.items()}
-    metrics |= timing_metrics({**named, "step": whole}, len(summary))
-    if whole > 0:
-        metrics |= throughput_metrics(len(summary), whole, session.config.training.ranks)
     metrics["training/epoch"] = step * session.config.data.prompts_per_step / len(session.train_prompts)
-    return metrics
+    return metrics | _times(session, step, len(summary))
+
+
+def _times(session: Session, step: int, samples: int) -> dict[str, float]:
+    """Return the step's times so far; of a step that an earlier owner began only those that this one can know."""
+    spans = {name: s for name, s in session.spans.get(step, {}).items() if _is_own(session, step, name)}
+    named = {_TIMED_AS.get(name, name): seconds for name, seconds in spans.items()}
+    begun = session.begins.get(step, {}).get(FIRST_STAGE)
+    if begun is None or not _is_own(session, step, FIRST_STAGE):
+        return timing_metrics(named, 0) | {"perf/total_num_images": float(samples)}
+    whole = time.perf_counter() - begun - sum(spans.get(name, 0.0) for name in _BESIDE_THE_STEP)
+    inside = sum(seconds for name, seconds in spans.items() if name not in _BESIDE_THE_STEP)
+    return {
+        **timing_metrics({**named, "step": whole}, samples),
+        **throughput_metrics(samples, whole, max(session.actors.gpus(), 1)),
+        "flow/overhead_s": whole - inside,
+    }
+
+
+def _is_own(session: Session, step: int, stage: str) -> bool:
+    """Say whether this owner did a stage; one that it found committed took no time."""
+    done = session.store.find(step, stage)
+    return done is None or session.store.manifest(done).fence_epoch == session.ref.epoch
 
 
 def close(session: Session, status: str) -> None:

@@ -7,7 +7,7 @@ display of the command line, if there is one, hears of it.
 import functools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from verl_omni_core.stages.session import RunRef, session_of
 
@@ -62,6 +62,7 @@ def stage(
         def spanned(run: RunRef, step: int, *args: P.args, **kwargs: P.kwargs) -> R:
             observer().stage(step, name)
             started = time.perf_counter()
+            session_of(run).begins.setdefault(step, {}).setdefault(name, started)  # a retry does not begin it anew
             result = function(run, step, *args, **kwargs)
             session_of(run).spans.setdefault(step, {})[name] = time.perf_counter() - started
             return result
@@ -69,8 +70,3 @@ def stage(
         return spanned
 
     return decorate
-
-
-def seconds_of(spans: Mapping[int, Mapping[str, float]], step: int) -> dict[str, Any]:
-    """Return the seconds of a step's stages so far, by stage."""
-    return dict(spans.get(step, {}))

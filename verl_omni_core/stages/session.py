@@ -68,6 +68,8 @@ class Session:
     ownership: Ownership | None = None
     spans: dict[int, dict[str, float]] = field(default_factory=dict)
     """Seconds of every stage that ran in this process, by step and stage."""
+    begins: dict[int, dict[str, float]] = field(default_factory=dict)
+    """When each of them began, by ``time.perf_counter``."""
 
     def producer(self, **facts: Any) -> dict[str, Any]:
         """Return who makes an artifact, for its manifest."""

@@ -20,6 +20,9 @@ from verl_omni_core.store.manifest import ArtifactRef
 
 STAGE = "validate"
 SAMPLES = "validate-samples"
+ACC = "acc"
+NO_SOURCE = "unknown"
+"""Name of the data source, in metrics, of prompts that name none."""
 
 
 @stage(STAGE)
@@ -35,13 +38,15 @@ def validate(run: RunRef, step: int) -> ArtifactRef:
 
 
 def score_held_out(session: Session, step: int, samples: ArtifactRef, prompts: pa.Table) -> ArtifactRef:
-    """Commit rewards and metrics of held-out samples."""
+    """Commit rewards and metrics of held-out samples, and show the metrics."""
     scorers = session.config.reward.model_dump(mode="json", include={"scorers"})
     key = stage_key(STAGE, step, [samples], scorers=scorers, versions=session.actors.scorer_versions())
     done = session.store.committed(step, STAGE, key)
     if done is None:
         done = _score(session, step, key, samples, prompts)
-    observer().validated(step, metrics_of(session.store.table(done, "metrics")))
+    metrics = metrics_of(session.store.table(done, "metrics"))
+    session.tracker.scalars(step, metrics)  # committed ones as well: a process may end between the two
+    observer().validated(step, metrics)
     return done
 
 
@@ -111,18 +116,31 @@ def held_out(session: Session, count: int, *, version: int) -> tuple[pa.Table, p
 
 def rewards_by_prompt(session: Session, artifact: ArtifactRef) -> np.ndarray:
     """Return the held-out rewards [prompts, samples]; NaN where a sample has none."""
-    summary = session.store.table(artifact, "reward_summary")
-    values = summary.column(columns.RM_SCORE).fill_null(float("nan")).to_numpy()
+    return _by_prompt(session, session.store.table(artifact, "reward_summary"), columns.RM_SCORE)
+
+
+def variables(session: Session, summary: pa.Table) -> dict[str, np.ndarray]:
+    """Return what validation has statistics of, each [prompts, samples]; NaN where a sample has no value.
+
+    Args:
+        summary: a ``reward_summary`` table of held-out samples.
+    Returns: ``reward``; ``acc`` where a scorer says it; ``reward/<scorer>`` of each scorer.
+    """
+    scorers = [f"reward/{scorer.name}" for scorer in session.config.reward.scorers]
+    named = {"reward": columns.RM_SCORE} | {name: name for name in (ACC, *scorers) if name in summary.column_names}
+    return {name: _by_prompt(session, summary, column) for name, column in named.items()}
+
+
+def _by_prompt(session: Session, summary: pa.Table, column: str) -> np.ndarray:
+    values = summary.column(column).fill_null(float("nan")).to_numpy()
     return values.reshape(-1, session.config.sampler.validation.samples_per_prompt)
 
 
 def _score(session: Session, step: int, key: str, samples: ArtifactRef, prompts: pa.Table) -> ArtifactRef:
     attempt = session.store.attempt(step, STAGE, key, parents=[samples], weights_version=step)
     rewards, summary = score_samples(session, samples, prompts)
-    values = summary.column(columns.RM_SCORE).fill_null(float("nan")).to_numpy()
-    metrics = validation_metrics(
-        {"reward": values.reshape(len(prompts), -1)}, prompts.column(columns.DATA_SOURCE).to_pylist()
-    )
+    sources = [source or NO_SOURCE for source in prompts.column(columns.DATA_SOURCE).to_pylist()]
+    metrics = validation_metrics(variables(session, summary), sources)
     files = [
         attempt.write_table("rewards", 0, rewards),
         attempt.write_table("reward_summary", 0, summary),

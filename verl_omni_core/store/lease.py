@@ -126,6 +126,12 @@ def holder(root: Path) -> dict[str, Any] | None:
     return json.loads((root / "epoch" / f"{newest}.json").read_bytes()) if newest else None
 
 
+def owners(root: Path) -> list[dict[str, Any]]:
+    """Return what :func:`holder` does of every owner that the run in ``root`` had, in order."""
+    paths = sorted((root / "epoch").glob("[0-9]*.json"), key=lambda path: int(path.stem))
+    return [json.loads(path.read_bytes()) for path in paths]
+
+
 def describe_holder(root: Path) -> str:
     """Return who owns or last owned the run, for a message."""
     entry = holder(root)

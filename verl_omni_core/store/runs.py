@@ -58,8 +58,8 @@ class RunFolder:
         replace_whole(self.root / ENGINE, json.dumps(content, indent=1).encode())
 
     def engines(self) -> dict[str, list[dict[str, Any]]]:
-        """Return what :meth:`write_engines` recorded: ``replicas`` and ``earlier``, empty if nothing was."""
-        return _read_json(self.root / ENGINE) or {"replicas": [], "earlier": []}
+        """Return what :meth:`write_engines` recorded: ``replicas`` and ``earlier``; empty if nothing readable was."""
+        return {"replicas": [], "earlier": [], **(_told(self.root / ENGINE) or {})}
 
     def write_progress(self, *, status: str, step: int, reward: float | None = None) -> None:
         """Say how far the run is, for listings. What is done is decided by commits, not by this.
@@ -80,7 +80,7 @@ class RunSummary:
     run_id: str
     status: str
     """``running``, ``finished``, ``failed``, ``stopped``; ``interrupted`` if it should run and nobody owns it; ``new``;
-    ``damaged`` if its settings cannot be read."""
+    ``unknown`` if what it said last cannot be read; ``damaged`` if its settings cannot."""
     steps_done: int
     steps: int | None
     """Steps that the settings ask for."""
@@ -187,8 +187,8 @@ def _summary(root: Path) -> RunSummary:
         run = open_run(root.parent, root.name)
     except StoreError:
         return RunSummary(root.name, "damaged", 0, None, None, "", "")
-    progress = _read_json(root / PROGRESS) or {}
-    status = progress.get("status", "new")
+    progress = _told(root / PROGRESS) or {}
+    status = progress.get("status", "unknown" if (root / PROGRESS).exists() else "new")
     if is_owned(root):
         status = "running"
     elif status == "running":
@@ -241,6 +241,14 @@ def _new_folder(path: Path) -> Path:
     except FileExistsError:
         raise StoreError(f"run {path.name!r} exists in {path.parent}; resume it, or give another run.id") from None
     return path
+
+
+def _told(path: Path) -> dict[str, Any] | None:
+    """Return a file that only informs; none if there is none, or a damaged one: no run stops for it."""
+    try:
+        return _read_json(path)
+    except StoreError:
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -6,15 +6,20 @@ from typing import Any
 from torch import Tensor
 
 from verl_omni_core.algorithms._contract import Algorithm, Current, LossOutput
+from verl_omni_core.batches import columns
 from verl_omni_core.errors import ContractError
+from verl_omni_core.metrics.rl import rollout_correction_rows
 
 LossFunction = Callable[[Current, Mapping[str, Tensor]], LossOutput]
 """Rows' outputs and stored tensors to rows' losses."""
 
 
-def diffusion_loss(algorithm: Algorithm, options: Any) -> LossFunction:
+def diffusion_loss(algorithm: Algorithm, options: Any, *, bypass: bool = False) -> LossFunction:
     """Return the loss function of an algorithm, as :meth:`PPODiffusersFSDPEngine.forward_backward_batch` takes it.
 
+    Args:
+        bypass: the engine's log-probs are the old ones; adds ``actor/rollout_corr/*``, since without recomputed ones
+            nothing else tells how far trainer and engine are apart.
     Raises:
         ContractError: the algorithm is not evaluated by replay of stored steps; or, when called, its loss is not one
             fp32 number a row.
@@ -31,7 +36,10 @@ def diffusion_loss(algorithm: Algorithm, options: Any) -> LossFunction:
                 f"the loss has shape {tuple(output.loss.shape)} for {tuple(current.log_probs.shape)} rows; return one "
                 "number a row and leave the mean to the trainer"
             )
-        return output
+        drawn = batch.get(columns.ROLLOUT_LOG_PROBS) if bypass else None
+        if drawn is None:
+            return output
+        return LossOutput(output.loss, {**output.metrics, **rollout_correction_rows(current.log_probs, drawn)})
 
     return loss
 

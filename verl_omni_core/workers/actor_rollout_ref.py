@@ -247,7 +247,8 @@ class ActorRolloutRefWorker:
         )
         engine.initialize()
         sampler = config.sampler
-        worker = TrainingWorker(engine, diffusion_loss(algorithm, options))
+        bypass = not config.algorithm.recompute_old_log_probs
+        worker = TrainingWorker(engine, diffusion_loss(algorithm, options, bypass=bypass))
         self._worker = worker
         schedule, _ = self._schedule(sampler.height, sampler.width, sampler.num_inference_steps, sampler.grid)
         rule = resolve.component("sampler", sampler.name)

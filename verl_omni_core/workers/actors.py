@@ -148,6 +148,11 @@ class Actors:
         )
         return [asdict(info) for info in infos]
 
+    def gpus(self) -> int:
+        """Return how many GPUs ranks and engines use: one's own each, or what there is if they share; 0 on CPUs."""
+        wanted = _gpus_wanted(self.config, self.train_group is not None)
+        return int(min(ray.cluster_resources().get("GPU", 0), wanted))
+
     def stop(self) -> None:
         """End every actor of the namespace."""
         if self.train_group is not None:
@@ -201,8 +206,12 @@ def _gpu_shares(config: RunConfig, trains: bool) -> _GpuShares:
     replica = config.rollout.tensor_parallel
     if not available:
         return _GpuShares(0, 0)
-    wanted = (config.training.ranks if trains else 0) + config.rollout.replicas * replica
-    return _GpuShares(1, replica) if available >= wanted else _GpuShares(0.4, 0.4 * replica)
+    is_enough = available >= _gpus_wanted(config, trains)
+    return _GpuShares(1, replica) if is_enough else _GpuShares(0.4, 0.4 * replica)
+
+
+def _gpus_wanted(config: RunConfig, trains: bool) -> int:
+    return (config.training.ranks if trains else 0) + config.rollout.replicas * config.rollout.tensor_parallel
 
 
 def _connect(config: RunConfig, run_id: str) -> str:

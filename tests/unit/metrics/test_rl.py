@@ -2,14 +2,18 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from verl_omni_core.metrics.reduce import Accumulator
 from verl_omni_core.metrics.rl import (
     advantage_metrics,
+    off_policy_metrics,
     old_policy_metrics,
     reward_metrics,
     rollout_correction_metrics,
+    rollout_correction_rows,
     scorer_metrics,
 )
 
@@ -99,3 +103,31 @@ def test_nothing_to_compare_is_an_error() -> None:
         rollout_correction_metrics(torch.zeros(1, 2), torch.zeros(1, 2), mask=torch.zeros(1, 2))
     with pytest.raises(ValueError, match="expected equal"):
         rollout_correction_metrics(torch.zeros(1, 2), torch.zeros(1, 3))
+
+
+def test_rows_of_single_steps_reduce_to_the_diagnostics_of_one_column_in_any_cut() -> None:
+    current = torch.tensor([-1.0, -2.0, -0.5, 1.5])
+    rollout = torch.tensor([-1.1, -1.8, -0.5, 1.0])
+    collected = Accumulator()
+    for cut in (slice(0, 3), slice(3, 4)):
+        collected.add(rollout_correction_rows(current[cut], rollout[cut]))
+    expected = rollout_correction_metrics(current[:, None], rollout[:, None])
+    assert collected.result() == pytest.approx({f"actor/{name}": value for name, value in expected.items()})
+    assert collected.result()["actor/rollout_corr/kl"] == pytest.approx(-(0.1 - 0.2 + 0.0 + 0.5) / 4)
+    assert collected.result()["actor/rollout_corr/log_ppl_diff_max"] == pytest.approx(0.2)
+
+
+def test_ages_of_samples_by_hand() -> None:
+    """Step 6 is drawn by version 4; one sample was begun by version 3."""
+    found = off_policy_metrics(6, np.array([4, 4, 3, 4]), np.array([4, 4, 4, 4]))
+    assert {name.removeprefix("training/off_policy/trajectory_"): value for name, value in found.items()} == {
+        "staleness/mean": 1.0,
+        "staleness/max": 1.0,
+        "staleness/min": 1.0,
+        "staleness_worst/mean": 1.25,
+        "staleness_worst/max": 2.0,
+        "staleness_worst/min": 1.0,
+        "spans/mean": 1.25,
+        "spans/max": 2.0,
+        "spans/min": 1.0,
+    }

@@ -71,6 +71,20 @@ def test_the_listing_tells_status_steps_and_reward(tmp_path):
     assert (listed["done"].status, listed["done"].steps_done, listed["done"].reward) == ("finished", 5, 0.75)
 
 
+@pytest.mark.parametrize("torn", ["", '{"status": "run', "[]"])
+def test_a_damaged_file_that_only_informs_stops_neither_listing_nor_run(tmp_path, torn):
+    run = create_run(tmp_path, CONFIG, code_version="1", run_id="a")
+    for name in ("progress.json", "engine.json"):
+        (run.root / name).write_text(torn)
+    [summary] = list_runs(tmp_path)
+    assert (summary.status, summary.steps_done, summary.reward) == ("unknown", 0, None)
+    assert run.engines() == {"replicas": [], "earlier": []}
+    run.write_engines([{"instance": "a", "requests": 3}])
+    run.write_progress(status="finished", step=5)
+    assert run.engines()["replicas"] == [{"instance": "a", "requests": 3}]
+    assert list_runs(tmp_path)[0].status == "finished"
+
+
 def test_engines_that_ended_keep_their_counts(tmp_path):
     run = create_run(tmp_path, CONFIG, code_version="1")
     assert run.engines() == {"replicas": [], "earlier": []}

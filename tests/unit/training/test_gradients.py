@@ -5,6 +5,7 @@ import torch
 
 from tests.unit.training import tiny
 from verl_omni_core.errors import ContractError
+from verl_omni_core.metrics.rl import rollout_correction_metrics
 
 
 def _gradient(made, batch, loss_fn=None):
@@ -90,6 +91,23 @@ def test_a_perturbed_weight_shows_in_the_ratio(pipeline, batch):
         made.module.proj_out.weight.add_(1e-3)
     _, result = _gradient(made, batch)
     assert result.ratio_deviation > 1e-5
+
+
+@pytest.mark.parametrize("micro_batch", [3, 20])
+def test_in_bypass_the_policy_is_compared_with_the_engine_without_a_change_to_the_gradient(
+    pipeline, batch, micro_batch
+):
+    made = tiny.engine(pipeline, micro_batch=micro_batch)
+    tiny.stir(made)
+    expected, plain = _gradient(made, batch)
+    found, result = _gradient(made, batch, tiny.policy_gradient(bypass=True))
+    assert tiny.relative(found, expected) == 0
+    current = made.infer_batch(batch)["log_probs"].reshape(-1, 1)
+    drawn = batch["rows"]["steps"]["rollout_log_probs"].reshape(-1, 1)
+    diagnostics = {f"actor/{k}": v for k, v in rollout_correction_metrics(current, drawn).items()}
+    metrics = result.metrics.result()
+    assert {name: metrics[name] for name in diagnostics} == pytest.approx(diagnostics, rel=1e-3, abs=1e-6)
+    assert metrics.keys() - plain.metrics.result().keys() == diagnostics.keys()
 
 
 def test_divergence_from_the_reference_has_a_gradient(pipeline, batch):

@@ -113,7 +113,7 @@ def take(source: TensorDict, rows: list[int]) -> TensorDict:
     return TensorDict({"rows": chosen, "conditioning": source["conditioning"]}, [])
 
 
-def policy_gradient(options: Any = _NO_DIVERGENCE) -> Any:
+def policy_gradient(options: Any = _NO_DIVERGENCE, *, bypass: bool = False) -> Any:
     """The ratio loss of FlowGRPO, unclipped, with the divergence to a reference where asked."""
 
     def loss(current: Current, stored: Mapping[str, Tensor], options: Any) -> LossOutput:
@@ -127,7 +127,7 @@ def policy_gradient(options: Any = _NO_DIVERGENCE) -> Any:
             metrics["actor/kl_loss"] = divergence.detach()
         return LossOutput(value, metrics)
 
-    return diffusion_loss(SimpleNamespace(EVALUATION="replay", REQUIRES=(), loss=loss), options)
+    return diffusion_loss(SimpleNamespace(EVALUATION="replay", REQUIRES=(), loss=loss), options, bypass=bypass)
 
 
 def gradients(made: PPODiffusersFSDPEngine) -> dict[str, Tensor]:
