@@ -5,7 +5,8 @@ all that it finds in one message.
 """
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,18 +54,17 @@ def check(config: RunConfig, *, splits: tuple[resolve.Split, ...] = SPLITS) -> C
             allowed and what to write instead, for every fault found.
     """
     found = CheckedRun(config, splits)
-    problems: list[ConfigError | DataError] = []
-    for part in (_components, _groups, _window, _engine, _model, _data):
+    problems: dict[str, ConfigError | DataError] = {}
+    for part in (_components, _noise, _groups, _window, _scorers, _engine, _model, _adapters, _data):
         try:
             part(found)
         except (ConfigError, DataError) as problem:
-            problems.append(problem)
+            problems.setdefault(str(problem), problem)  # several parts may meet the same fault
     if len(problems) == 1:
-        raise problems[0]
+        raise next(iter(problems.values()))
     if problems:
-        is_data = all(isinstance(problem, DataError) for problem in problems)
-        lines = dict.fromkeys(str(problem) for problem in problems)
-        raise (DataError if is_data else ConfigError)("\n".join(lines))
+        is_data = all(isinstance(problem, DataError) for problem in problems.values())
+        raise (DataError if is_data else ConfigError)("\n".join(problems))
     return found
 
 
@@ -72,10 +72,20 @@ def _components(found: CheckedRun) -> None:
     config = found.config
     resolve.component("agent_loop", config.rollout.agent_loop)
     resolve.algorithm_options(config)
-    rule = resolve.component("sampler", config.sampler.name)
     resolve.sampler_options(config)
     for scorer in config.reward.scorers:
         resolve.scorer_options(scorer)
+
+
+def _noise(found: CheckedRun) -> None:
+    config = found.config
+    rule = resolve.component("sampler", config.sampler.name)
+    most = getattr(rule, "MAX_NOISE_LEVEL", math.inf)
+    if config.sampler.noise_level > most:
+        raise ConfigError(
+            f"sampler.noise_level is {config.sampler.noise_level:g}, but sampler {config.sampler.name!r} takes 0 to "
+            f"{most:g}; use at most {most:g}"
+        )
     algorithm = resolve.component("algorithm", config.algorithm.name)
     if getattr(algorithm, "EVALUATION", None) != "replay":
         return
@@ -109,40 +119,62 @@ def _groups(found: CheckedRun) -> None:
 
 
 def _window(found: CheckedRun) -> None:
+    from verl_omni_core.samplers._window import window_envelope
+
     sampler = found.config.sampler
-    steps = sampler.num_inference_steps
-    low, high = sampler.sde_window_range or (0, steps - 1)
-    if sampler.sde_window_range is not None and not 0 <= low < high <= steps:
-        raise ConfigError(
-            f"sampler.sde_window_range is [{low}, {high}], which is no range of the {steps} steps of "
-            f"sampler.num_inference_steps; use a half-open range within [0, {steps}]"
-        )
-    if sampler.sde_window_size is not None and sampler.sde_window_size > high - low:
-        raise ConfigError(
-            f"sampler.sde_window_size is {sampler.sde_window_size}, but only the {high - low} steps of [{low}, {high}] "
-            f"may be stochastic; use at most {high - low}, or widen sampler.sde_window_range"
-        )
+    window_envelope(
+        num_inference_steps=sampler.num_inference_steps, size=sampler.sde_window_size, range=sampler.sde_window_range
+    )
+
+
+def _scorers(found: CheckedRun) -> None:
+    from verl_omni_core.rewards._combine import check_scorers
+
+    check_scorers(found.config.reward.scorers)
 
 
 def _engine(found: CheckedRun) -> None:
+    from verl_omni_core.rollout._options import engine_options
+
     engine = resolve.component("engine", found.config.rollout.name)
-    installed_version: Callable[[], str] | None = getattr(engine, "installed_version", None)
-    if installed_version is not None:
-        found.engine_version = installed_version()
+    if hasattr(engine, "installed_version"):
+        found.engine_version = engine.installed_version()
+    if hasattr(engine, "check"):
+        engine.check(engine_options(found.config))
 
 
 def _model(found: CheckedRun) -> None:
     sampler = found.config.sampler
     adapter = resolve.adapter(found.config)
-    found.model_path = resolve.model_path(found.config)
-    index = json.loads((found.model_path / "model_index.json").read_text())
+    path = resolve.model_path(found.config)
+    index = json.loads((path / "model_index.json").read_text())
     if index.get("_class_name") != adapter.facts.pipeline_class:
         raise ConfigError(
             f"model.path {found.config.model.path!r} holds a {index.get('_class_name')}, but model.name "
             f"{found.config.model.name!r} is for {adapter.facts.pipeline_class}; choose another folder, or that "
             f"pipeline's model from {', '.join(registry.names('model'))}"
         )
-    adapter.geometry(sampler.height, sampler.width, adapter.decoder_config(str(found.model_path)))
+    found.model_path = path
+    adapter.geometry(sampler.height, sampler.width, adapter.decoder_config(str(path)))
+
+
+def _adapters(found: CheckedRun) -> None:
+    """Put the adapters into a network without weights: patterns, and an adapter to start from, fit or not."""
+    settings = found.config.model.lora
+    if "train" not in found.splits or found.model_path == Path():
+        return  # no trainer, or the model's own fault is reported
+    if settings.rank == 0:
+        if settings.adapter_path is not None:
+            raise ConfigError(
+                f"model.lora.adapter_path is {settings.adapter_path!r}, but model.lora.rank is 0, which trains all "
+                "parameters; give the adapter's rank, or remove the path"
+            )
+        return
+    from verl_omni_core.training.lora import add_adapters
+
+    adapter = resolve.adapter(found.config)
+    network = adapter.outline_denoiser(str(found.model_path))
+    add_adapters(network, settings, adapter.facts.lora_targets, seed=found.config.run.seed)
 
 
 def _data(found: CheckedRun) -> None:

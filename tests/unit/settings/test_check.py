@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from verl_omni_core import registry
 from verl_omni_core.errors import ConfigError, DataError, UnknownNameError
@@ -122,13 +123,95 @@ def test_a_deterministic_sampler_is_refused_where_ratios_are_needed(run):
     assert "sampler.noise_level is 0" in refusal(run(sampler__noise_level=0.0))
 
 
-@pytest.mark.parametrize("bounds", [[3, 2], [-1, 3], [0, 9], [2, 2]])
-def test_a_window_outside_the_steps_is_refused(run, bounds):
-    assert "within [0, 8]" in refusal(run(sampler__sde_window_range=bounds, sampler__sde_window_size=1))
+@pytest.mark.parametrize("bounds", [[3, 2], [-1, 3], [0, 9], [2, 2], [0, 8], [7, 8]])
+def test_a_window_outside_the_steps_or_with_the_last_one_is_refused(run, bounds):
+    message = refusal(run(sampler__sde_window_range=bounds, sampler__sde_window_size=1))
+    assert f"sampler.sde_window_range is [{bounds[0]}, {bounds[1]})" in message and "lie in [0, 7)" in message
+
+
+def test_a_window_up_to_the_last_step_is_legal(run):
+    check(run(sampler__sde_window_range=[3, 7], sampler__sde_window_size=4))
 
 
 def test_a_window_wider_than_its_range_is_refused(run):
-    assert "at most 4" in refusal(run(sampler__sde_window_size=5))
+    message = refusal(run(sampler__sde_window_size=5))
+    assert "sampler.sde_window_size is 5" in message and "holds 1 to 4 steps" in message
+
+
+@pytest.mark.parametrize("rule", ["cps", "flow_ddim", "ddim"])
+def test_more_noise_than_the_rule_takes_is_refused(run, rule):
+    check(run(sampler__name=rule, sampler__noise_level=1.0))
+    message = refusal(run(sampler__name=rule, sampler__noise_level=1.25))
+    assert f"sampler.noise_level is 1.25, but sampler '{rule}' takes 0 to 1" in message
+    check(run(sampler__name="flow_sde", sampler__noise_level=1.25))
+
+
+@pytest.mark.parametrize(
+    ("scorers", "said"),
+    [
+        ([{"name": "ocr"}, {"name": "jpeg_size"}, {"name": "ocr"}], "names 'ocr' more than once"),
+        ([{"name": "ocr", "weight": 0.0}], "positive sum"),
+        ([{"name": "ocr", "weight": 1.0}, {"name": "jpeg_size", "weight": -2.0}], "their sum -1.0"),
+    ],
+)
+def test_scorers_that_make_no_reward_are_refused(run, scorers, said):
+    message = refusal(run(reward__scorers=scorers))
+    assert message.startswith("reward.scorers") and said in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rollout__tensor_parallel": 2}, "rollout.tensor_parallel is 2"),
+        ({"rollout__options": {"max_cpu_loras": 2}}, "takes no rollout.options, got ['max_cpu_loras']"),
+        ({"rollout__name": "vllm_omni", "rollout__options": {"dtype": "bfloat16"}}, "may not set ['dtype']"),
+    ],
+)
+def test_what_the_engine_would_refuse_is_refused_before_it_starts(run, changes, said):
+    assert said in refusal(run(**changes))
+
+
+def test_an_architecture_that_the_engine_has_no_pipeline_for_is_refused(run, monkeypatch):
+    from verl_omni_core.rollout.vllm_omni import plugins
+
+    monkeypatch.delitem(plugins.PIPELINES, "StableDiffusion3Pipeline")
+    monkeypatch.setitem(plugins.PIPELINES, "FluxPipeline", "FluxTrajectoryPipeline")
+    message = refusal(run(rollout__name="vllm_omni"))
+    assert "StableDiffusion3Pipeline, for which there is no vLLM-Omni pipeline" in message and "FluxPipeline" in message
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"targets": ["attn.to_z"]}, "model.lora.targets: 'attn.to_z' matches no linear module"),
+        ({"exclude": ["attn.to_z"]}, "model.lora.exclude: 'attn.to_z' matches no linear module"),
+        ({"exclude": ["to_q"], "targets": ["attn.to_q"]}, "model.lora.exclude ['to_q'] leaves no module"),
+        ({"adapter_path": "nowhere"}, "model.lora.adapter_path: 'nowhere/adapter_config.json' does not exist"),
+        ({"adapter_path": "nowhere", "rank": 0}, "model.lora.rank is 0"),
+    ],
+)
+def test_adapters_that_fit_nothing_are_refused(run, lora, said):
+    config = run(**{f"model__lora__{name}": value for name, value in lora.items()})
+    message = refusal(config)
+    assert said in message
+    if "matches no" in said:
+        assert "did you mean" in message and "'attn.to_q'" in message
+    assert check(config, splits=("validation",)).rows == {"validation": 4}  # an evaluation has no trainer
+
+
+def test_an_adapter_to_start_from_is_refused_unless_it_fits(run, tmp_path):
+    config = run(model__lora__rank=2, model__lora__targets=["attn.to_q"], model__lora__adapter_path=str(tmp_path))
+    shapes = {"lora_A": (2, 16), "lora_B": (16, 2)}
+    tensors = {
+        f"base_model.model.transformer_blocks.{block}.attn.to_q.{part}.weight": torch.zeros(shape)
+        for block in (0, 1)
+        for part, shape in shapes.items()
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 32, "target_modules": ["to_q"]}))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    check(config)
+    save_file(dict(list(tensors.items())[1:]), tmp_path / "adapter_model.safetensors")
+    assert "the adapter does not fit: 1 tensors missing" in refusal(config)
 
 
 def test_a_missing_model_folder_is_told(run, tmp_path):
