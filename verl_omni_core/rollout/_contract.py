@@ -110,7 +110,8 @@ class RolloutEngine(Protocol):
 
     A component may also have two functions that are called before anything starts: ``installed_version() -> str``
     tells the version of the engine's package, and raises ConfigError where it is missing or not admitted;
-    ``check(options: EngineOptions) -> None`` raises ConfigError for whatever ``build`` would refuse.
+    ``check(options: EngineOptions) -> None`` raises ConfigError for whatever ``build`` would refuse. ``KNOWN_TO_WORK``
+    may name the versions, among those admitted, that the project's tests run with.
     """
 
     async def generate(self, request: SampleRequest) -> DiffusionOutput: ...

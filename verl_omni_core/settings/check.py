@@ -34,14 +34,8 @@ class CheckedRun:
     truncated: dict[str, int] = field(default_factory=dict)
     """Split to how many of its prompts an encoder will cut; only with ``data.overlong = 'truncate'``."""
 
-    @property
-    def notes(self) -> list[str]:
-        """What the user should know although nothing is wrong, one sentence each."""
-        return [
-            f"data.{split}: {count} of {self.rows[split]} prompts are longer than a text encoder takes and are cut"
-            for split, count in self.truncated.items()
-            if count
-        ]
+    notes: list[str] = field(default_factory=list)
+    """What the user should know although nothing is wrong, one sentence each."""
 
 
 def check(config: RunConfig, *, splits: tuple[resolve.Split, ...] = SPLITS) -> CheckedRun:
@@ -138,7 +132,12 @@ def _engine(found: CheckedRun) -> None:
 
     engine = resolve.component("engine", found.config.rollout.name)
     if hasattr(engine, "installed_version"):
-        found.engine_version = engine.installed_version()
+        version = found.engine_version = engine.installed_version()
+        known = getattr(engine, "KNOWN_TO_WORK", (version,))
+        if version.split("+")[0] not in known:
+            found.notes.append(
+                f"rollout.name: version {version} of the engine is admitted, but the tests run with {', '.join(known)}"
+            )
     if hasattr(engine, "check"):
         engine.check(engine_options(found.config))
 
@@ -198,11 +197,16 @@ def _split(found: CheckedRun, split: resolve.Split) -> None:
     adapter, tokenizers = resolve.adapter(found.config), _tokenizers(found.model_path)
     longest = found.config.sampler.max_sequence_length
     try:
-        found.truncated[split] = check_lengths(
+        cut = check_lengths(
             prompts, lambda text: adapter.token_counts(tokenizers, text, longest), found.config.data.overlong
         )
     except DataError as error:
         raise DataError(f"data.{split}, {error} (sampler.max_sequence_length is {longest})") from None
+    found.truncated[split] = cut
+    if cut:
+        found.notes.append(
+            f"data.{split}: {cut} of {prompts.num_rows} prompts are longer than a text encoder takes and are cut"
+        )
 
 
 def _tokenizers(folder: Path) -> dict[str, Any]:

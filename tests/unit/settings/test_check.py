@@ -256,21 +256,21 @@ def test_a_prompt_longer_than_an_encoder_takes_is_refused_or_cut_and_counted(run
     assert found.notes == ["data.train: 2 of 6 prompts are longer than a text encoder takes and are cut"]
 
 
-def test_an_engine_that_is_missing_or_untested_is_refused(run, monkeypatch):
+def test_an_engine_that_is_missing_or_not_admitted_is_refused(run, monkeypatch):
     engine = ModuleType("outside_engine")
 
     def installed_version():
-        raise ConfigError("rollout.name is 'x', but x 9.9 was not tested; install one of 0.30.0")
+        raise ConfigError("rollout.name is 'x', but x 9.9 is not admitted; install one of 0.30.0")
 
     engine.installed_version = installed_version
     outside = ModuleType("outside")
     outside.engine = engine
     monkeypatch.setitem(sys.modules, "outside", outside)
-    assert "x 9.9 was not tested" in refusal(run(rollout__name="outside:engine"))
+    assert "x 9.9 is not admitted" in refusal(run(rollout__name="outside:engine"))
 
 
 @pytest.mark.parametrize("version", [None, "0.25.0", "0.31.0"])
-def test_vllm_omni_itself_is_refused_when_missing_or_untested(run, monkeypatch, version):
+def test_vllm_omni_itself_is_refused_when_missing_or_not_admitted(run, monkeypatch, version):
     import importlib.metadata
 
     real = importlib.metadata.version
@@ -284,7 +284,21 @@ def test_vllm_omni_itself_is_refused_when_missing_or_untested(run, monkeypatch, 
 
     monkeypatch.setattr(importlib.metadata, "version", pretended)
     message = refusal(run(rollout__name="vllm_omni"))
-    assert "0.30.0" in message and ("not installed" in message if version is None else version in message)
+    assert (
+        message.startswith("rollout.name is 'vllm_omni'")
+        and "0.30.0 is known to work" in message
+        and ("not installed" in message if version is None else version in message)
+    )
+
+
+def test_an_admitted_engine_that_the_tests_do_not_run_with_is_noted(run, monkeypatch):
+    from verl_omni_core.rollout.vllm_omni import compat
+
+    monkeypatch.setattr(compat, "_version", lambda name: "0.26.0")
+    note = "rollout.name: version 0.26.0 of the engine is admitted, but the tests run with 0.30.0"
+    assert check(run(rollout__name="vllm_omni")).notes == [note]
+    monkeypatch.setattr(compat, "_version", lambda name: "0.30.0+cpu")
+    assert check(run(rollout__name="vllm_omni")).notes == []
 
 
 def test_all_faults_come_in_one_message(run):
