@@ -16,6 +16,9 @@ from verl_omni_core.errors import ConfigError, DataError
 from verl_omni_core.settings import resolve
 from verl_omni_core.settings.run import RunConfig
 
+_ROUNDING = 2**-8
+"""Relative rounding of bfloat16; float16 is finer, and float32 far finer than any clip range."""
+
 SPLITS: tuple[resolve.Split, ...] = ("train", "validation")
 
 
@@ -49,7 +52,7 @@ def check(config: RunConfig, *, splits: tuple[resolve.Split, ...] = SPLITS) -> C
     """
     found = CheckedRun(config, splits)
     problems: dict[str, ConfigError | DataError] = {}
-    for part in (_components, _noise, _groups, _window, _scorers, _engine, _model, _adapters, _data):
+    for part in (_components, _noise, _precision, _groups, _window, _scorers, _engine, _model, _adapters, _data):
         try:
             part(found)
         except (ConfigError, DataError) as problem:
@@ -100,6 +103,24 @@ def _stochastic_rules() -> Iterator[str]:
     for name in registry.names("sampler"):
         if registry.component("sampler", name).IS_STOCHASTIC:
             yield name
+
+
+def _precision(found: CheckedRun) -> None:
+    config = found.config
+    if "train" not in found.splits:
+        return
+    dtypes = {config.rollout.dtype, config.model.dtype}
+    if len(dtypes) > 1:
+        found.notes.append(
+            f"rollout.dtype is {config.rollout.dtype!r} and model.dtype {config.model.dtype!r}: engine and trainer "
+            "round differently, so ratios leave 1 before any update"
+        )
+    clip_range = getattr(resolve.algorithm_options(config), "clip_range", math.inf)
+    if dtypes != {"float32"} and clip_range < _ROUNDING and not config.algorithm.recompute_old_log_probs:
+        found.notes.append(
+            f"algorithm.clip_range is {clip_range:g}, and engine or trainer compute in low precision, whose rounding "
+            "alone may leave that range; set algorithm.recompute_old_log_probs to true"
+        )
 
 
 def _groups(found: CheckedRun) -> None:
@@ -188,10 +209,15 @@ def _data(found: CheckedRun) -> None:
 
 
 def _split(found: CheckedRun, split: resolve.Split) -> None:
-    from verl_omni_core.data.prompts import check_lengths, prompts_of
+    from verl_omni_core.data.prompts import AGENT_NAME, check_lengths, prompts_of
 
     prompts = prompts_of(found.config, split)
     found.rows[split] = prompts.num_rows
+    for loop in sorted({*prompts[AGENT_NAME].to_pylist()} - {""} if AGENT_NAME in prompts.column_names else ()):
+        try:
+            registry.component("agent_loop", loop)
+        except ConfigError as error:
+            raise DataError(f"data.{split}, column {AGENT_NAME!r}: {error}") from error
     if found.model_path == Path():
         return  # the model's own fault is reported; lengths cannot be told without its tokenizers
     adapter, tokenizers = resolve.adapter(found.config), _tokenizers(found.model_path)

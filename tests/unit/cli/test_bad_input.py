@@ -57,6 +57,8 @@ def refusal(folder, *changes: str, profile: str = PROFILE, lines: int = 1) -> st
         ("run.deterministic=1", "run.deterministic", "1", "true or false"),
         ("rollout.group_size=0", "rollout.group_size", "0", "at least 1"),
         ("training.schedule=linear", "training.schedule", "'linear'", "'constant', 'cosine'"),
+        ("model.dtype=float16", "model.dtype", "'float16'", "'float32', 'bfloat16'"),
+        ("model.lora.dtype=float16", "model.lora.dtype", "'float16'", "'float32', 'bfloat16'"),
         ("model.name=sd4", "model.name", "'sd4'", "'sd3'"),
         ("algorithm.name=flow_gpro", "algorithm.name", "'flow_gpro'", "'flow_grpo'"),
         ("sampler.name=flow_sed", "sampler.name", "'flow_sed'", "'flow_sde'"),

@@ -237,6 +237,12 @@ def test_data_without_the_prompt_column_is_refused_with_the_nearest(run):
     assert "data.train" in message and "'promt'" in message and "'prompt'" in message
 
 
+def test_a_row_that_names_no_agent_loop_is_refused_with_the_nearest(run, tmp_path):
+    rows = [{**PROMPTS[0], "agent_name": "diffusion_single_turn_agnt"}, {**PROMPTS[1], "agent_name": None}]
+    message = refusal(run(data__train=write(tmp_path / "agents.jsonl", rows)), DataError)
+    assert message.startswith("data.train, column 'agent_name': ") and "'diffusion_single_turn_agent'" in message
+
+
 def test_an_empty_data_set_is_refused(run, tmp_path):
     assert "has no rows" in refusal(run(data__train=write(tmp_path / "none.jsonl", [])), DataError)
 
@@ -299,6 +305,33 @@ def test_an_admitted_engine_that_the_tests_do_not_run_with_is_noted(run, monkeyp
     assert check(run(rollout__name="vllm_omni")).notes == [note]
     monkeypatch.setattr(compat, "_version", lambda name: "0.30.0+cpu")
     assert check(run(rollout__name="vllm_omni")).notes == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "noted"),
+    [
+        ({"rollout__dtype": "bfloat16"}, ["rollout.dtype is 'bfloat16' and model.dtype 'float32'"]),
+        ({"rollout__dtype": "bfloat16", "model__dtype": "bfloat16"}, []),
+        (
+            {"rollout__dtype": "bfloat16", "model__dtype": "bfloat16", "algorithm__clip_range": 1e-5},
+            ["algorithm.clip_range is 1e-05"],
+        ),
+        (
+            {
+                "rollout__dtype": "bfloat16",
+                "model__dtype": "bfloat16",
+                "algorithm__clip_range": 1e-5,
+                "algorithm__recompute_old_log_probs": True,
+            },
+            [],
+        ),
+        ({"algorithm__clip_range": 1e-5}, []),
+    ],
+)
+def test_low_precision_against_a_tiny_clip_range_is_noted(run, changes, noted):
+    good = {"algorithm__clip_range": 0.1}
+    notes = check(run(**good | changes)).notes
+    assert [note[: len(start)] for note, start in zip(notes, noted, strict=True)] == noted
 
 
 def test_all_faults_come_in_one_message(run):
