@@ -49,14 +49,8 @@ ROW = "| {name} | {allowed} | {default} | {unit} | {theirs} | {meaning} |"
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join(
-        [
-            HEAD.format(profiles=", ".join(f"`{name}`" for name in profile_names())),
-            *_tables(),
-            *_components(),
-            *_options(),
-        ]
-    )
+    head = HEAD.format(profiles=", ".join(f"`{name}`" for name in profile_names()))
+    return "\n".join([head, *_tables(), *_components(), *_options()])
 
 
 def _tables() -> Iterator[str]:
