@@ -174,6 +174,13 @@ def _model(found: CheckedRun) -> None:
             f"{found.config.model.name!r} is for {adapter.facts.pipeline_class}; choose another folder, or that "
             f"pipeline's model from {', '.join(registry.names('model'))}"
         )
+    parts = [name for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None]
+    absent = [str(path / name) for name in parts if not (path / name).is_dir()]
+    if absent:
+        raise ConfigError(
+            f"model.path is {found.config.model.path!r}, whose model_index.json names parts that do not exist: "
+            f"{', '.join(absent)}; give the folder of a whole pipeline in diffusers format"
+        )
     found.model_path = path
     adapter.geometry(sampler.height, sampler.width, adapter.decoder_config(str(path)))
 

@@ -1,6 +1,7 @@
 """Bad input ends before anything starts, in one readable message."""
 
 import json
+import shutil
 import sys
 from types import ModuleType
 
@@ -224,6 +225,13 @@ def test_another_pipelines_folder_is_refused(run, tmp_path):
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     message = refusal(run(model__path=str(tmp_path)))
     assert "FluxPipeline" in message and "StableDiffusion3Pipeline" in message
+
+
+@pytest.mark.parametrize("part", ["vae", "transformer", "tokenizer_2", "scheduler"])
+def test_a_pipeline_without_one_of_its_parts_is_refused(run, model, tmp_path, part):
+    shutil.copytree(model, tmp_path / "torn", ignore=shutil.ignore_patterns(part))
+    message = refusal(run(model__path=str(tmp_path / "torn")))
+    assert message.startswith("model.path") and f"torn/{part}" in message
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
