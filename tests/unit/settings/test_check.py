@@ -87,6 +87,27 @@ def test_an_option_out_of_range_is_refused(run):
     assert "upscale" in message and "16" in message and "99" in message
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("algorithm__options", {"std_epsilon": "1e-4"}),
+        ("algorithm__options", {"std_epsilon": True}),
+        ("sampler__options", {"include_logprob_normalizer": 1}),
+        ("reward__scorers", [{"name": "jpeg_size", "options": {"quality": True}}]),
+        ("reward__scorers", [{"name": "ocr", "options": {"upscale": 2.5}}]),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused(run, setting, value):
+    options = value if isinstance(value, dict) else value[0]["options"]
+    ((name, seen),) = options.items()
+    message = refusal(run(**{setting: value}))
+    assert f"option {name}: Input should be" in message and f"got {seen!r}" in message
+
+
+def test_an_option_may_be_a_whole_number_where_a_number_is_expected(run):
+    assert resolve.algorithm_options(run(algorithm__options={"std_epsilon": 1})).std_epsilon == 1.0
+
+
 def test_a_package_outside_the_tree_that_is_missing_is_told(run):
     message = refusal(run(reward__scorers=[{"name": "no_such_package.scorer"}]))
     assert "no_such_package.scorer" in message and "install" in message
