@@ -22,12 +22,12 @@ from verl_omni_core.data.prompt_sampler import rows_of_step
 from verl_omni_core.data.prompts import prompts_of
 from verl_omni_core.rewards._contract import Score, ScoringItem
 from verl_omni_core.rollout._contract import DiffusionOutput, PackPosition, SampleRequest, WeightUpdate
+from verl_omni_core.rollout._options import engine_options
 from verl_omni_core.settings import resolve
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.training.losses import diffusion_loss
 from verl_omni_core.training.ppo_engine import PPODiffusersFSDPEngine
 from verl_omni_core.training.replay import Denoising
-from verl_omni_core.workers.actors import engine_options
 from verl_omni_core.workers.training_worker import set_deterministic
 
 Drawn = tuple[DiffusionOutput, Score]

@@ -14,18 +14,19 @@ from verl_omni_core.stages.schedule import due, policy_version
 
 
 @flow(name="online", flow_run_name="{config.run.id}", log_prints=False)
-def online(config: RunConfig, overrides: list[str] | None = None) -> str:
+def online(config: RunConfig, overrides: list[str] | None = None, origins: dict[str, str] | None = None) -> str:
     """Train a generator by reinforcement learning against its own samples.
 
     Args:
         config: The run's settings.
         overrides: Changes to single settings, each ``a.b=c``.
+        origins: Where each setting comes from, by dotted name; saved with the run.
 
     Returns:
         The summary of the run.
     """
     config = apply_overrides(config, overrides or [])
-    run = open_run(config)
+    run = open_run(config, origins)
     sync_weights(run, policy_version(run.done + 1, config.weights.sync_interval))
     if config.run.validate_before and run.done == 0:
         validate_policy(run, 0)

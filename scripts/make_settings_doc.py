@@ -2,14 +2,18 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from pydantic.dataclasses import dataclass as checked
 
 from verl_omni_core import registry
 from verl_omni_core.cli.config import toml_value
 from verl_omni_core.settings import names, tree
 from verl_omni_core.settings.loader import profile_names
+from verl_omni_core.settings.resolve import SHARED
 from verl_omni_core.settings.run import RunConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
@@ -30,14 +34,23 @@ The columns: our name, what it accepts, its default, its unit, VeRL-Omni's key f
 left out), and what it means.
 """
 
+OPTIONS = {
+    "model": "model.options",
+    "sampler": "sampler.options",
+    "algorithm": "algorithm.options",
+    "reward": "reward.scorers[].options",
+}
+"""Kind of component to the setting that holds its own options; those of an engine are the engine's business."""
+
+OPTION_ROW = "| `{name}` | {allowed} | {default} | {meaning} |"
+
 ROW = "| {name} | {allowed} | {default} | {unit} | {theirs} | {meaning} |"
 
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join(
-        [HEAD.format(profiles=", ".join(f"`{name}`" for name in profile_names())), *_tables(), *_components()]
-    )
+    head = HEAD.format(profiles=", ".join(f"`{name}`" for name in profile_names()))
+    return "\n".join([head, *_tables(), *_components(), *_options()])
 
 
 def _tables() -> Iterator[str]:
@@ -95,6 +108,40 @@ def _components() -> Iterator[str]:
     for setting, kind in settings.items():
         yield f"| `{setting}` | {kind} | {', '.join(f'`{name}`' for name in _names(kind))} |"
     yield ""
+
+
+def _options() -> Iterator[str]:
+    yield "## Options of components\n"
+    yield textwrap.fill(
+        "A component's own options, which the setting in its heading takes as a table. Components that have none are "
+        "left out, and so are engines: `diffusers` takes no `rollout.options`, `vllm_omni` hands them to vLLM-Omni as "
+        "they are.",
+        120,
+    )
+    yield ""
+    for kind, setting in OPTIONS.items():
+        for name in _names(kind):
+            fields = option_fields(kind, name)
+            if not fields:
+                continue
+            yield f"### {kind} `{name}`: `{setting}`\n"
+            yield "| option | accepts | default | meaning |"
+            yield "|---|---|---|---|"
+            for option, field in fields.items():
+                shared = f" Set it as `algorithm.{option}`." if kind == "algorithm" and option in SHARED else ""
+                yield OPTION_ROW.format(
+                    name=option,
+                    allowed=tree.allowed(field).replace("|", "\\|"),
+                    default=_default(field),
+                    meaning=(field.description or "") + shared,
+                )
+            yield ""
+
+
+def option_fields(kind: str, name: str) -> dict[str, Any]:
+    """Return a component's options as pydantic's fields, whether bounds and help stand in annotations or metadata."""
+    options = getattr(registry.component(kind, name), "Options", None)
+    return {} if options is None else dict(checked(frozen=True)(options).__pydantic_fields__)
 
 
 def _names(kind: str) -> list[str]:

@@ -9,9 +9,9 @@ from verl_omni_core.stages.session import RunRef
 
 
 @task(name="open", **STAGE)
-def open_run(config: RunConfig) -> RunRef:
+def open_run(config: RunConfig, origins: dict[str, str] | None = None) -> RunRef:
     """Check the settings, take ownership of the run and start or find its actors."""
-    return opening.open_run(config)
+    return opening.open_run(config, origins)
 
 
 @task(name="finish", **STAGE)

@@ -9,6 +9,7 @@ refused before anything starts.
 import dataclasses
 import difflib
 import importlib
+import json
 import pkgutil
 from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
@@ -70,7 +71,8 @@ def options(kind: str, name: str, values: Mapping[str, Any]) -> Any:
         if key not in known:
             raise UnknownNameError(f"{kind} {name!r} has no option {key!r}; {nearest(key, known)}")
     try:
-        return _adapter(cls).validate_python(dict(values))
+        # as JSON, in which a list may be a tuple and a whole number a float, but text is no number and 1 is not true
+        return _adapter(cls).validate_json(json.dumps(dict(values)), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -79,7 +81,7 @@ def options(kind: str, name: str, values: Mapping[str, Any]) -> Any:
 
 def _adapter(cls: type) -> TypeAdapter:
     # pydantic re-validates a standard dataclass with the strictness that it does not have by itself
-    strict = type(cls.__name__, (cls,), {"__pydantic_config__": ConfigDict(extra="forbid", strict=False)})
+    strict = type(cls.__name__, (cls,), {"__pydantic_config__": ConfigDict(extra="forbid")})
     return TypeAdapter(dataclasses.dataclass(frozen=True, kw_only=True)(strict))
 
 

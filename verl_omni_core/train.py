@@ -1,5 +1,7 @@
 """The whole run as plain Python: the stages of ``flows/online.py`` without an orchestrator, with equal results."""
 
+from collections.abc import Mapping
+
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.advantage import advantage
 from verl_omni_core.stages.checkpoint import checkpoint
@@ -18,16 +20,17 @@ from verl_omni_core.stages.update import update
 from verl_omni_core.stages.validate import validate
 
 
-def train(config: RunConfig) -> str:
+def train(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
     """Train by reinforcement learning; return the summary of the run.
 
     Args:
         config: the run's settings. A run whose id exists goes on where it stopped.
+        origins: where each setting comes from, by dotted name; saved with the run.
 
     Raises:
         ConfigError, DataError: the settings cannot work; nothing was started.
     """
-    run = open_run(config)
+    run = open_run(config, origins)
     sync(run, policy_version(run.done + 1, config.weights.sync_interval))
     if config.run.validate_before and run.done == 0:
         validate(run, 0)

@@ -67,6 +67,14 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     )
 
 
+def test_the_outline_has_the_networks_modules_and_shapes_without_weights(setting: Setting) -> None:
+    outline = setting.adapter.outline_denoiser(setting.folder)
+    assert [name for name, _ in outline.named_modules()] == [name for name, _ in setting.denoiser.named_modules()]
+    shapes = {name: tensor.shape for name, tensor in setting.denoiser.named_parameters()}
+    assert {name: tensor.shape for name, tensor in outline.named_parameters()} == shapes
+    assert all(tensor.is_meta for tensor in outline.parameters())
+
+
 def _latents(setting: Setting, count: int = ROWS) -> torch.Tensor:
     return setting.adapter.initial_latents(
         setting.geometry, [torch.Generator().manual_seed(seed) for seed in range(count)]

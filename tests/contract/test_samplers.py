@@ -64,6 +64,16 @@ def test_every_option_is_described(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_rule_takes_noise_up_to_its_own_bound_and_refuses_more(name: str) -> None:
+    sample, velocity, noise = tensors()
+    most = getattr(registry.component("sampler", name), "MAX_NOISE_LEVEL", None)
+    step(name, sample, velocity, noise=noise, noise_level=1.5 if most is None else most)
+    for above in () if most is None else (most + 0.01, torch.tensor([0.5, 0.5, most + 0.01])):
+        with pytest.raises(ValueError, match="sampler.noise_level"):
+            step(name, sample, velocity, noise=noise, noise_level=above)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_move_is_fp32_and_of_the_promised_shapes(name: str) -> None:
     sample, velocity, noise = tensors()
     move = step(name, sample, velocity, noise=noise)

@@ -1,5 +1,7 @@
 """The flow and plain Python, one and two replicas, whole and interrupted: the same bits."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,12 @@ def test_flow_and_plain_runs_with_one_seed_give_bit_equal_weights(flow: Ran, pla
     for step in (0, small.STEPS):
         assert flow.recorded.checksum(step, "sync-average") == plain[0].recorded.checksum(step, "sync-average")
     assert len({flow.recorded.checksum(step) for step in (0, *STEPS)}) > 2
+
+
+def test_the_run_keeps_where_its_settings_came_from(flow: Ran) -> None:
+    origins = json.loads((flow.root / "settings_origins.json").read_text())
+    assert origins["profile"] == small.DEMO and origins["sampler.noise_level"] == f"profile {small.DEMO}"
+    assert origins["run.steps"] == f"--set run.steps={small.STEPS}" and origins["run.seed"] == "default"
 
 
 def test_one_and_two_replicas_give_the_same_latents_and_pictures(flow: Ran, plain: tuple[Ran, Broken]) -> None:

@@ -32,7 +32,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 @pytest.fixture(scope="module")
 def single(tiny: Pipeline) -> Iterator[EngineProcess]:
-    with engine_process("vllm_omni", tiny.folder, max_batch=1, request_timeout_s=LIMIT_S) as engine:
+    model = {"model": "tests.painted_model", "model_options": {"level": 77}}
+    with engine_process("vllm_omni", tiny.folder, max_batch=1, request_timeout_s=LIMIT_S, **model) as engine:
         yield engine
 
 
@@ -47,6 +48,10 @@ def test_the_batch_limit_holds(single: EngineProcess) -> None:
     single.each("generate", REQUESTS)
     assert single.call("statistics")["batches"] == {1: 3}
     assert single.call("describe").max_batch == 1
+
+
+def test_a_model_outside_the_tree_draws_with_its_options(single: EngineProcess) -> None:
+    assert single.call("generate", REQUESTS[0]).diffusion_output.unique().tolist() == [77]
 
 
 def test_full_weights_are_taken_and_restored_bit_for_bit(tiny: Pipeline, single: EngineProcess) -> None:

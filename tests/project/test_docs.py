@@ -1,5 +1,6 @@
 """Pages of docs/ that can be wrong are checked: settings, public names, claims."""
 
+import dataclasses
 import importlib
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from tests.project.collected import ROOT, is_full, missing, table
+from verl_omni_core import registry
 
 NAMES = table("public_names.md")
 QUOTED = re.compile(r"`([^`]+)`")
@@ -17,6 +19,18 @@ def test_settings_page_is_current():
     command = [sys.executable, "scripts/make_settings_doc.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, timeout=60, check=False)
     assert done.returncode == 0, "docs/settings.md is not current; run `make docs`"
+
+
+@pytest.mark.parametrize("kind", ["algorithm", "model", "reward", "sampler"])
+def test_settings_page_has_every_option_of_every_component_with_its_meaning(kind):
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    for name in registry.names(kind):
+        options = getattr(registry.component(kind, name), "Options", None)
+        fields = [field.name for field in dataclasses.fields(options)] if options else []
+        section = page.partition(f"\n### {kind} `{name}`")[2].partition("\n#")[0]
+        rows = {line.split("|")[1].strip(" `"): line.split("|")[-2].strip() for line in section.splitlines()[4:]}
+        assert list(rows) == fields
+        assert all(meaning.endswith(".") for meaning in rows.values()), rows
 
 
 @pytest.mark.parametrize(("name", "path", "members"), [row[:3] for row in NAMES], ids=[row[0] for row in NAMES])

@@ -50,3 +50,10 @@ def test_the_demo_trains_at_least_25_steps_through_the_real_engine():
     config = load("glyph-flow_grpo-ocr-cpu", environ={}).config
     assert config.run.steps >= 25 and config.rollout.name == "vllm_omni"
     assert config.sampler.validation.samples_per_prompt == 4 and config.data.max_validation_prompts is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_in_low_precision_recomputes_log_probs_in_the_trainer(name):
+    config = load(name, environ={}).config
+    if {config.model.dtype, config.rollout.dtype} != {"float32"}:
+        assert config.algorithm.recompute_old_log_probs and config.model.dtype == config.rollout.dtype

@@ -195,7 +195,7 @@ def test_the_default_settings_score_text() -> None:
 
 
 def test_two_scorers_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match="more than once"):
         RewardWorker(RewardSettings(scorers=[{"name": "ocr"}, {"name": "ocr"}]))
 
 

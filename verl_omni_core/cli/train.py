@@ -29,16 +29,17 @@ def train(
     from verl_omni_core.store.runs import new_run_id
 
     explicit = {"run.id": run_id} if run_id else {}
-    config = load(profile, overrides=set_ or (), explicit=explicit).config
+    resolved = load(profile, overrides=set_ or (), explicit=explicit)
+    config = resolved.config
     if config.run.id is None:
         named = config.run.model_copy(update={"id": new_run_id(config.run.store, profile)})
         config = config.model_copy(update={"run": named})
     for note in check(config).notes:
         print(f"note: {note}", file=sys.stderr)
-    print(_run(config, prefect))
+    print(_run(config, resolved.record(), prefect))
 
 
-def _run(config: "RunConfig", prefect: bool) -> str:
+def _run(config: "RunConfig", origins: dict[str, str], prefect: bool) -> str:
     from verl_omni_core.report.progress import Progress
     from verl_omni_core.stages.observe import observe_with
     from verl_omni_core.store.runs import steps_done
@@ -48,17 +49,17 @@ def _run(config: "RunConfig", prefect: bool) -> str:
     display.start(str(config.run.id), steps=config.run.steps, step=done)
     remove = observe_with(display)
     try:
-        return _surrounded(config, prefect, display)
+        return _surrounded(config, origins, prefect, display)
     finally:
         remove()
         display.stop()
 
 
-def _surrounded(config: "RunConfig", prefect: bool, display: "Progress") -> str:
+def _surrounded(config: "RunConfig", origins: dict[str, str], prefect: bool, display: "Progress") -> str:
     display.message(f"run {config.run.id}: starting Ray{' and Prefect' if prefect else ''}")
     surround(config.cluster, with_prefect=prefect, say=display.message)
     if prefect:
-        return str(flow("online")(config))
+        return str(flow("online")(config, origins=origins))
     from verl_omni_core.train import train as run
 
-    return run(config)
+    return run(config, origins)

@@ -87,8 +87,8 @@ def read_prompts(
         path: a ``.parquet``, ``.json`` (a list of objects) or ``.jsonl`` file.
         prompt_column: a text, or a list of ``{role, content}`` messages, in each row.
         negative_prompt_column: the same for a negative prompt; may be missing in a row.
-        ground_truth_column: what scorers compare with. Where a row or the file has none, ``reward_model.ground_truth``
-            of the row is used, if it has that.
+        ground_truth_column: what scorers compare with. Where a row has none, or the file no column of the default
+            name, ``reward_model.ground_truth`` of the row is used, if it has that.
         max_rows: read only the first of them.
     Returns: ``dataset_row`` int64, ``prompt`` string (the text of all user messages), ``messages_json``,
         ``negative_prompt?``, ``negative_messages_json?``, ``ground_truth?``, ``data_source``, ``reward_model_json?``,
@@ -99,7 +99,9 @@ def read_prompts(
     """
     path = Path(path)
     source = _read(path, max_rows)
-    _check_columns(path, source, prompt_column, negative_prompt_column)
+    # a file without ground truths is no fault, but a column that somebody asked for is
+    truth = None if ground_truth_column == GROUND_TRUTH else ground_truth_column
+    _check_columns(path, source, prompt_column, negative_prompt_column, truth)
     if not source.rows:
         raise DataError(f"{path} has no rows; give a file with at least one prompt")
     prompts = [_messages(path, row, prompt_column, v) for row, v in enumerate(source.cells(prompt_column))]
@@ -255,12 +257,15 @@ def _record(path: Path, row: int, line: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _check_columns(path: Path, source: _Source, prompt: str, negative: str | None) -> None:
-    for setting, name in (("data.prompt_column", prompt), ("data.negative_prompt_column", negative)):
+def _check_columns(path: Path, source: _Source, prompt: str, negative: str | None, truth: str | None) -> None:
+    named = {"data.prompt_column": prompt, "data.negative_prompt_column": negative, "data.ground_truth_column": truth}
+    for setting, name in named.items():
         if name is not None and name not in source.columns:
             if not source.columns:
                 raise DataError(f"{path} has no rows; give a file with at least one prompt")
-            raise DataError(f"{path} has no column {name!r}; {nearest(name, list(source.columns))} Set {setting}")
+            raise DataError(
+                f"{path} has no column {name!r}, which {setting} names; {nearest(name, list(source.columns))}"
+            )
 
 
 def _messages(path: Path, row: int, column: str, value: Any) -> list[dict[str, Any]] | None:

@@ -84,6 +84,16 @@ class SD3Adapter:
         self._index(path)
         return SD3Transformer2DModel.from_pretrained(path, subfolder="transformer", torch_dtype=dtype).eval()
 
+    def outline_denoiser(self, path: str) -> torch.nn.Module:
+        """Return the transformer without weights, on the meta device.
+
+        Raises:
+            ConfigError: the folder has no configuration of one.
+        """
+        config = _json(Path(path, "transformer", "config.json"))
+        with torch.device("meta"):
+            return SD3Transformer2DModel.from_config(config)
+
     def load_decoder(self, path: str, dtype: torch.dtype) -> torch.nn.Module:
         """Load the VAE, in evaluation mode."""
         self._index(path)

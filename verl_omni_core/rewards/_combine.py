@@ -8,8 +8,24 @@ import numpy as np
 
 from verl_omni_core.errors import ConfigError, ContractError
 from verl_omni_core.rewards._contract import Score
+from verl_omni_core.settings.reward import ScorerSettings
 
 Missing = Literal["invalid", "zero"]
+
+
+def check_scorers(scorers: Sequence[ScorerSettings]) -> None:
+    """Refuse scorers that one reward cannot be made of.
+
+    Raises: ConfigError for two of one name, or as :func:`check_weights`.
+    """
+    names = [scorer.name for scorer in scorers]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigError(
+            f"reward.scorers names {', '.join(map(repr, repeated))} more than once; scores are told apart by the "
+            "scorer's name, so name each once"
+        )
+    check_weights({scorer.name: scorer.weight for scorer in scorers})
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
@@ -20,8 +36,8 @@ def check_weights(weights: Mapping[str, float]) -> None:
     total = sum(weights.values())
     if not weights or not math.isfinite(total) or total <= 0:
         raise ConfigError(
-            f"scorer weights are {dict(weights)}, their sum {total}; give at least one scorer and finite weights with "
-            "a positive sum"
+            f"reward.scorers: the weights are {dict(weights)}, their sum {total}; give at least one scorer "
+            "and finite weights with a positive sum"
         )
 
 

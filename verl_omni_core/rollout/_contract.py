@@ -113,8 +113,10 @@ class EngineInfo:
 class RolloutEngine(Protocol):
     """A component's ``build(options: EngineOptions)`` returns one, started.
 
-    A component may also have ``installed_version() -> str``, which tells the version of the engine's package before
-    anything starts, and raises ConfigError where it is missing or was not tested.
+    A component may also have two functions that are called before anything starts: ``installed_version() -> str``
+    tells the version of the engine's package, and raises ConfigError where it is missing or not admitted;
+    ``check(options: EngineOptions) -> None`` raises ConfigError for whatever ``build`` would refuse. ``KNOWN_TO_WORK``
+    may name the versions, among those admitted, that the project's tests run with.
     """
 
     async def generate(self, request: SampleRequest) -> DiffusionOutput: ...
@@ -148,3 +150,5 @@ class EngineOptions:
     start_timeout_s: float
     request_timeout_s: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the model adapter."""

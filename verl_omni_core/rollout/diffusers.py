@@ -40,7 +40,9 @@ class DiffusersEngine:
         dtype = getattr(torch, options.dtype)
         self._options = options
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._adapter = registry.component("model", options.model).build(registry.options("model", options.model, {}))
+        self._adapter = registry.component("model", options.model).build(
+            registry.options("model", options.model, options.model_options)
+        )
         encoders = self._adapter.load_encoders(options.path, dtype)
         for module in encoders.modules.values():
             module.to(self._device)

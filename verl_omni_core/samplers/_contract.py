@@ -1,7 +1,8 @@
 """What a transition rule offers.
 
-A component is a module with ``Options``, ``IS_STOCHASTIC`` and ``step``. ``step`` moves latents from one noise level to
-the next, or scores a move that was stored: the same function serves rollout and replay, so their log-probs agree.
+A component is a module with ``Options``, ``IS_STOCHASTIC``, perhaps ``MAX_NOISE_LEVEL``, and ``step``. ``step`` moves
+latents from one noise level to the next, or scores a move that was stored: the same function serves rollout and replay,
+so their log-probs agree.
 
 Axes: ``B`` rows, ``X`` any latent axes.
 """
@@ -32,6 +33,8 @@ class TransitionRule(Protocol):
     """The module-level surface of a sampler component."""
 
     IS_STOCHASTIC: bool
+    MAX_NOISE_LEVEL: float
+    """The largest ``noise_level`` that has a meaning; a rule without this takes any."""
 
     def step(
         self,
@@ -58,6 +61,7 @@ class TransitionRule(Protocol):
             prev_sample: [B, X] fp32 a stored result to score; data, no gradient.
 
         Raises:
-            TypeError: an input is not float32. ValueError: neither noise nor prev_sample for a stochastic move.
+            TypeError: an input is not float32. ValueError: neither noise nor prev_sample for a stochastic move, or a
+                noise level outside 0 to ``MAX_NOISE_LEVEL``.
         """
         ...

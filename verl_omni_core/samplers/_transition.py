@@ -19,12 +19,19 @@ def per_row(value_B: Tensor, like_BX: Tensor) -> Tensor:
     return value_B.view(-1, *(1,) * (like_BX.ndim - 1))
 
 
-def noise_levels(noise_level: float | Tensor, sigma_B: Tensor) -> Tensor:
+def noise_levels(noise_level: float | Tensor, sigma_B: Tensor, *, most: float = math.inf) -> Tensor:
     """Return eta as a [B] fp32 tensor.
 
+    Args:
+        most: the largest legal value, a rule's ``MAX_NOISE_LEVEL``.
+
     Raises:
-        ValueError: a negative scalar, or a tensor that has not one value a row.
+        ValueError: a value above ``most``, a negative scalar, or a tensor that has not one value a row.
     """
+    if most < math.inf:
+        highest = float(noise_level.max()) if isinstance(noise_level, Tensor) else noise_level
+        if highest > most:
+            raise ValueError(f"noise_level is {highest}; this rule takes 0 to {most:g}, lower sampler.noise_level")
     if not isinstance(noise_level, Tensor):
         if noise_level < 0:
             raise ValueError(f"noise_level is {noise_level}; expected 0 or more, set sampler.noise_level")

@@ -21,6 +21,8 @@ from verl_omni_core.samplers._transition import (
 )
 
 IS_STOCHASTIC = True
+MAX_NOISE_LEVEL = 1.0
+"""Above it the sine turns back, and more noise would mean less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +47,10 @@ def step(
     rounding. ``sigma_second`` has no part in it. Arguments and shapes: ``TransitionRule.step``.
 
     Raises:
-        TypeError, ValueError: as the contract says; also ValueError for ``noise_level`` above 1, where the sine turns
-            back and more noise would mean less.
+        TypeError, ValueError: as the contract says.
     """
     check_inputs(sample, velocity, sigma, sigma_next, noise, prev_sample)
-    highest = float(noise_level.max()) if isinstance(noise_level, Tensor) else noise_level
-    if highest > 1:
-        raise ValueError(f"noise_level is {highest}; cps takes 0 to 1, lower sampler.noise_level or use flow_sde")
-    angle = noise_levels(noise_level, sigma) * (math.pi / 2)
+    angle = noise_levels(noise_level, sigma, most=MAX_NOISE_LEVEL) * (math.pi / 2)
     std = sigma_next * angle.sin()
     clean, towards = predict_clean(sample, velocity, sigma), predict_noise(sample, velocity, sigma)
     return complete(

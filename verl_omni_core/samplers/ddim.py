@@ -16,6 +16,8 @@ from verl_omni_core.samplers._contract import Transition
 from verl_omni_core.samplers._transition import check_inputs, complete, gaussian_log_density, noise_levels, per_row
 
 IS_STOCHASTIC = True
+MAX_NOISE_LEVEL = 1.0
+"""DDPM's own spread; above it a step may add more noise than its level holds."""
 
 PredictionType = Literal["epsilon", "sample", "v_prediction"]
 
@@ -56,7 +58,7 @@ def step(
     alpha, alpha_next = (1 / (1 + level.double().square()) for level in (sigma, sigma_next))
     beta, beta_next = (level.double().square() / (1 + level.double().square()) for level in (sigma, sigma_next))
     variance = beta_next / beta * (1 - alpha / alpha_next)
-    std = noise_levels(noise_level, sigma).double() * variance.sqrt()
+    std = noise_levels(noise_level, sigma, most=MAX_NOISE_LEVEL).double() * variance.sqrt()
     direction = (beta_next - std.square()).clamp(min=0).sqrt().float()
     std = std.float()
     signal, spread = per_row(alpha.sqrt().float(), sample), per_row(beta.sqrt().float(), sample)

@@ -20,6 +20,8 @@ from verl_omni_core.samplers._transition import (
 )
 
 IS_STOCHASTIC = True
+MAX_NOISE_LEVEL = 1.0
+"""Above it the first step would add more noise than its level holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +47,13 @@ def step(
 ) -> Transition:
     """Move or score with spread ``eta s' sqrt(1 - (s' (1 - s))^2 / (s (1 - s'))^2)``; ``std_dev_t`` is that spread.
 
-    ``sigma_second`` has no part in it. Arguments, shapes and errors: ``TransitionRule.step``; ``noise_level`` up to 1.
+    ``sigma_second`` has no part in it. Arguments, shapes and errors: ``TransitionRule.step``.
     """
     check_inputs(sample, velocity, sigma, sigma_next, noise, prev_sample)
     # neighbouring levels of a fine grid leave a small difference of squares
     s, s_next = sigma.double(), sigma_next.double()
     kept = (s_next * (1 - s) / (s * (1 - s_next))).square()
-    std = noise_levels(noise_level, sigma).double() * s_next * (1 - kept).sqrt()
+    std = noise_levels(noise_level, sigma, most=MAX_NOISE_LEVEL).double() * s_next * (1 - kept).sqrt()
     direction = (s_next.square() - std.square()).clamp(min=0).sqrt().float()
     std = std.float()
     clean, towards = predict_clean(sample, velocity, sigma), predict_noise(sample, velocity, sigma)

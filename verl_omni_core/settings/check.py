@@ -5,7 +5,8 @@ all that it finds in one message.
 """
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from verl_omni_core import registry
 from verl_omni_core.errors import ConfigError, DataError
 from verl_omni_core.settings import resolve
 from verl_omni_core.settings.run import RunConfig
+
+_ROUNDING = 2**-8
+"""Relative rounding of bfloat16; float16 is finer, and float32 far finer than any clip range."""
 
 SPLITS: tuple[resolve.Split, ...] = ("train", "validation")
 
@@ -33,14 +37,8 @@ class CheckedRun:
     truncated: dict[str, int] = field(default_factory=dict)
     """Split to how many of its prompts an encoder will cut; only with ``data.overlong = 'truncate'``."""
 
-    @property
-    def notes(self) -> list[str]:
-        """What the user should know although nothing is wrong, one sentence each."""
-        return [
-            f"data.{split}: {count} of {self.rows[split]} prompts are longer than a text encoder takes and are cut"
-            for split, count in self.truncated.items()
-            if count
-        ]
+    notes: list[str] = field(default_factory=list)
+    """What the user should know although nothing is wrong, one sentence each."""
 
 
 def check(config: RunConfig, *, splits: tuple[resolve.Split, ...] = SPLITS) -> CheckedRun:
@@ -53,18 +51,17 @@ def check(config: RunConfig, *, splits: tuple[resolve.Split, ...] = SPLITS) -> C
             allowed and what to write instead, for every fault found.
     """
     found = CheckedRun(config, splits)
-    problems: list[ConfigError | DataError] = []
-    for part in (_components, _groups, _window, _engine, _model, _data):
+    problems: dict[str, ConfigError | DataError] = {}
+    for part in (_components, _noise, _precision, _groups, _window, _scorers, _engine, _model, _adapters, _data):
         try:
             part(found)
         except (ConfigError, DataError) as problem:
-            problems.append(problem)
+            problems.setdefault(str(problem), problem)  # several parts may meet the same fault
     if len(problems) == 1:
-        raise problems[0]
+        raise next(iter(problems.values()))
     if problems:
-        is_data = all(isinstance(problem, DataError) for problem in problems)
-        lines = dict.fromkeys(str(problem) for problem in problems)
-        raise (DataError if is_data else ConfigError)("\n".join(lines))
+        is_data = all(isinstance(problem, DataError) for problem in problems.values())
+        raise (DataError if is_data else ConfigError)("\n".join(problems))
     return found
 
 
@@ -72,10 +69,20 @@ def _components(found: CheckedRun) -> None:
     config = found.config
     resolve.component("agent_loop", config.rollout.agent_loop)
     resolve.algorithm_options(config)
-    rule = resolve.component("sampler", config.sampler.name)
     resolve.sampler_options(config)
     for scorer in config.reward.scorers:
         resolve.scorer_options(scorer)
+
+
+def _noise(found: CheckedRun) -> None:
+    config = found.config
+    rule = resolve.component("sampler", config.sampler.name)
+    most = getattr(rule, "MAX_NOISE_LEVEL", math.inf)
+    if config.sampler.noise_level > most:
+        raise ConfigError(
+            f"sampler.noise_level is {config.sampler.noise_level:g}, but sampler {config.sampler.name!r} takes 0 to "
+            f"{most:g}; use at most {most:g}"
+        )
     algorithm = resolve.component("algorithm", config.algorithm.name)
     if getattr(algorithm, "EVALUATION", None) != "replay":
         return
@@ -98,6 +105,24 @@ def _stochastic_rules() -> Iterator[str]:
             yield name
 
 
+def _precision(found: CheckedRun) -> None:
+    config = found.config
+    if "train" not in found.splits:
+        return
+    dtypes = {config.rollout.dtype, config.model.dtype}
+    if len(dtypes) > 1:
+        found.notes.append(
+            f"rollout.dtype is {config.rollout.dtype!r} and model.dtype {config.model.dtype!r}: engine and trainer "
+            "round differently, so ratios leave 1 before any update"
+        )
+    clip_range = getattr(resolve.algorithm_options(config), "clip_range", math.inf)
+    if dtypes != {"float32"} and clip_range < _ROUNDING and not config.algorithm.recompute_old_log_probs:
+        found.notes.append(
+            f"algorithm.clip_range is {clip_range:g}, and engine or trainer compute in low precision, whose rounding "
+            "alone may leave that range; set algorithm.recompute_old_log_probs to true"
+        )
+
+
 def _groups(found: CheckedRun) -> None:
     config = found.config
     algorithm = resolve.component("algorithm", config.algorithm.name)
@@ -109,40 +134,74 @@ def _groups(found: CheckedRun) -> None:
 
 
 def _window(found: CheckedRun) -> None:
+    from verl_omni_core.samplers._window import window_envelope
+
     sampler = found.config.sampler
-    steps = sampler.num_inference_steps
-    low, high = sampler.sde_window_range or (0, steps - 1)
-    if sampler.sde_window_range is not None and not 0 <= low < high <= steps:
-        raise ConfigError(
-            f"sampler.sde_window_range is [{low}, {high}], which is no range of the {steps} steps of "
-            f"sampler.num_inference_steps; use a half-open range within [0, {steps}]"
-        )
-    if sampler.sde_window_size is not None and sampler.sde_window_size > high - low:
-        raise ConfigError(
-            f"sampler.sde_window_size is {sampler.sde_window_size}, but only the {high - low} steps of [{low}, {high}] "
-            f"may be stochastic; use at most {high - low}, or widen sampler.sde_window_range"
-        )
+    window_envelope(
+        num_inference_steps=sampler.num_inference_steps, size=sampler.sde_window_size, range=sampler.sde_window_range
+    )
+
+
+def _scorers(found: CheckedRun) -> None:
+    from verl_omni_core.rewards._combine import check_scorers
+
+    check_scorers(found.config.reward.scorers)
 
 
 def _engine(found: CheckedRun) -> None:
+    from verl_omni_core.rollout._options import engine_options
+
     engine = resolve.component("engine", found.config.rollout.name)
-    installed_version: Callable[[], str] | None = getattr(engine, "installed_version", None)
-    if installed_version is not None:
-        found.engine_version = installed_version()
+    if hasattr(engine, "installed_version"):
+        version = found.engine_version = engine.installed_version()
+        known = getattr(engine, "KNOWN_TO_WORK", (version,))
+        if version.split("+")[0] not in known:
+            found.notes.append(
+                f"rollout.name: version {version} of the engine is admitted, but the tests run with {', '.join(known)}"
+            )
+    if hasattr(engine, "check"):
+        engine.check(engine_options(found.config))
 
 
 def _model(found: CheckedRun) -> None:
     sampler = found.config.sampler
     adapter = resolve.adapter(found.config)
-    found.model_path = resolve.model_path(found.config)
-    index = json.loads((found.model_path / "model_index.json").read_text())
+    path = resolve.model_path(found.config)
+    index = json.loads((path / "model_index.json").read_text())
     if index.get("_class_name") != adapter.facts.pipeline_class:
         raise ConfigError(
             f"model.path {found.config.model.path!r} holds a {index.get('_class_name')}, but model.name "
             f"{found.config.model.name!r} is for {adapter.facts.pipeline_class}; choose another folder, or that "
             f"pipeline's model from {', '.join(registry.names('model'))}"
         )
-    adapter.geometry(sampler.height, sampler.width, adapter.decoder_config(str(found.model_path)))
+    parts = [name for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None]
+    absent = [str(path / name) for name in parts if not (path / name).is_dir()]
+    if absent:
+        raise ConfigError(
+            f"model.path is {found.config.model.path!r}, whose model_index.json names parts that do not exist: "
+            f"{', '.join(absent)}; give the folder of a whole pipeline in diffusers format"
+        )
+    found.model_path = path
+    adapter.geometry(sampler.height, sampler.width, adapter.decoder_config(str(path)))
+
+
+def _adapters(found: CheckedRun) -> None:
+    """Put the adapters into a network without weights: patterns, and an adapter to start from, fit or not."""
+    settings = found.config.model.lora
+    if "train" not in found.splits or found.model_path == Path():
+        return  # no trainer, or the model's own fault is reported
+    if settings.rank == 0:
+        if settings.adapter_path is not None:
+            raise ConfigError(
+                f"model.lora.adapter_path is {settings.adapter_path!r}, but model.lora.rank is 0, which trains all "
+                "parameters; give the adapter's rank, or remove the path"
+            )
+        return
+    from verl_omni_core.training.lora import add_adapters
+
+    adapter = resolve.adapter(found.config)
+    network = adapter.outline_denoiser(str(found.model_path))
+    add_adapters(network, settings, adapter.facts.lora_targets, seed=found.config.run.seed)
 
 
 def _data(found: CheckedRun) -> None:
@@ -157,20 +216,30 @@ def _data(found: CheckedRun) -> None:
 
 
 def _split(found: CheckedRun, split: resolve.Split) -> None:
-    from verl_omni_core.data.prompts import check_lengths, prompts_of
+    from verl_omni_core.data.prompts import AGENT_NAME, check_lengths, prompts_of
 
     prompts = prompts_of(found.config, split)
     found.rows[split] = prompts.num_rows
+    for loop in sorted({*prompts[AGENT_NAME].to_pylist()} - {""} if AGENT_NAME in prompts.column_names else ()):
+        try:
+            registry.component("agent_loop", loop)
+        except ConfigError as error:
+            raise DataError(f"data.{split}, column {AGENT_NAME!r}: {error}") from error
     if found.model_path == Path():
         return  # the model's own fault is reported; lengths cannot be told without its tokenizers
     adapter, tokenizers = resolve.adapter(found.config), _tokenizers(found.model_path)
     longest = found.config.sampler.max_sequence_length
     try:
-        found.truncated[split] = check_lengths(
+        cut = check_lengths(
             prompts, lambda text: adapter.token_counts(tokenizers, text, longest), found.config.data.overlong
         )
     except DataError as error:
         raise DataError(f"data.{split}, {error} (sampler.max_sequence_length is {longest})") from None
+    found.truncated[split] = cut
+    if cut:
+        found.notes.append(
+            f"data.{split}: {cut} of {prompts.num_rows} prompts are longer than a text encoder takes and are cut"
+        )
 
 
 def _tokenizers(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,9 @@ class DataSettings(Settings):
     validation: str = Field("glyph", description="Held-out prompts: a file, or 'glyph' for the embedded set.")
     prompt_column: str = Field("prompt", description="Column that holds the prompt.")
     negative_prompt_column: str | None = Field(None, description="Column that holds a negative prompt, if any.")
-    ground_truth_column: str | None = Field("ground_truth", description="Column that scorers compare with, if any.")
+    ground_truth_column: str | None = Field(
+        "ground_truth", description="Column that scorers compare with; a file may lack the default one."
+    )
     prompts_per_step: int = Field(12, ge=1, description="Prompts drawn for a training step.")
     shuffle: bool = Field(True, description="Draw prompts in a seeded random order, else in file order.")
     overlong: Literal["error", "truncate"] = Field(

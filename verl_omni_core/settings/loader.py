@@ -37,6 +37,10 @@ class Resolved:
     profile: str | None
     """Name or path of the profile, as given."""
 
+    def record(self) -> dict[str, str]:
+        """Return what is saved with a run: the origins, and under ``profile`` the profile."""
+        return {"profile": self.profile or "none", **self.origins}
+
 
 @dataclass(frozen=True)
 class Layer:

@@ -62,7 +62,6 @@ VERL_OMNI: Mapping[str, tuple[str, ...]] = {
     "rollout.prompt_length": (_ROLLOUT + "prompt_length", "data.max_prompt_length"),
     "rollout.max_prompt_embed_length": (_ROLLOUT + "max_prompt_embed_length",),
     "rollout.start_timeout_s": (_ENGINE + "init_timeout", _ENGINE + "stage_init_timeout"),
-    "rollout.failure": ("rollout.required",),
     "rollout.options": (_ROLLOUT + "engine_kwargs",),
     "reward.scorers": ("reward.reward_functions",),
     "reward.workers": ("reward.num_workers",),

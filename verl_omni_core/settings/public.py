@@ -10,7 +10,7 @@ from pydantic import Field
 
 from verl_omni_core.settings.algorithm import AlgorithmSettings
 from verl_omni_core.settings.base import Settings
-from verl_omni_core.settings.model import ModelSettings
+from verl_omni_core.settings.model import ModelSettings, TrainingDtype
 from verl_omni_core.settings.rollout import RolloutSettings
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.settings.sampler import SamplerSettings
@@ -50,7 +50,7 @@ class DiffusionActorConfig(Settings):
 class FSDPDiffusionActorConfig(DiffusionActorConfig):
     """An actor that FSDP2 shards over ``training.ranks`` processes, computing in ``dtype``."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of the computation.")
+    dtype: TrainingDtype = Field("float32", description="Dtype of the computation.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
 
     @classmethod

@@ -1,6 +1,6 @@
 """Which engine generates, on how many replicas, in what batches."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -30,5 +30,4 @@ class RolloutSettings(Settings):
     request_timeout_s: float = Field(300, gt=0, description="Deadline of one generation request, seconds.")
     start_timeout_s: float = Field(300, gt=0, description="Deadline of an engine's start, seconds.")
     max_attempts: int = Field(3, ge=1, description="Attempts at a sample, and at a pack that lacks samples.")
-    failure: Literal["fail"] = Field("fail", description="What happens when a sample fails for good.")
     options: dict[str, Any] = Field({}, description="Further options of the engine, passed to it as they are.")

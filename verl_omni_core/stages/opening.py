@@ -2,6 +2,7 @@
 
 import getpass
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +22,13 @@ _MAY_CHANGE = {"run.steps", "run.store"}
 """Settings in which a resumed run may differ from its folder: they change no result of a finished stage."""
 
 
-def open_run(config: RunConfig) -> RunRef:
+def open_run(config: RunConfig, origins: Mapping[str, str] | None = None) -> RunRef:
     """Check the settings, make or open the run's folder, own it, and start or find its actors.
 
     A run id that exists is resumed: its committed stages are kept, its trainer is restored.
+
+    Args:
+        origins: dotted name of a setting to where its value comes from, and ``profile`` to the profile's name; saved.
 
     Raises:
         ConfigError, DataError: the settings cannot work; nothing was written. FencedError: somebody owns the run.
@@ -34,6 +38,8 @@ def open_run(config: RunConfig) -> RunRef:
     let_go(str(folder.root))
     ownership = take_ownership(folder.root, this_process())
     try:
+        if origins is not None:
+            folder.write_origins(origins)
         return _open(config, folder, ownership)
     except BaseException:
         ownership.release()

@@ -18,6 +18,7 @@ from verl_omni_core.store.lease import is_owned
 
 RUN = "run.json"
 ENGINE = "engine.json"
+ORIGINS = "settings_origins.json"
 PROGRESS = "progress.json"
 TRAIN, EVALUATE = "train", "evaluate"
 """Kinds of runs: one that learns, and one that only judges."""
@@ -43,6 +44,11 @@ class RunFolder:
     def run_id(self) -> str:
         """The run's name, that of its folder."""
         return self.root.name
+
+    def write_origins(self, origins: Mapping[str, str]) -> None:
+        """Record where each setting came from, once; a run that is resumed keeps what was recorded first."""
+        if not (self.root / ORIGINS).exists():
+            replace_whole(self.root / ORIGINS, json.dumps(dict(origins), indent=1).encode())
 
     def write_engines(self, replicas: Sequence[Mapping[str, Any]]) -> None:
         """Record who generates: engine, version, pipeline class, count of requests.

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from verl_omni_core.errors import ConfigError, ContractError
+from verl_omni_core.registry import nearest
 from verl_omni_core.settings.model import LoraSettings
 from verl_omni_core.training.ranks import seeded
 from verl_omni_core.training.sharding import local, reshard
@@ -41,7 +42,7 @@ def add_adapters(
     """Freeze ``module``, put adapters into it and return their common configuration.
 
     Args:
-        module: the unsharded network.
+        module: the unsharded network; on the meta device it only tells whether the settings fit.
         default_targets: module name suffixes used where the settings name none.
         seed: of ``lora_A``; equal on all ranks.
         extra: names of further adapters, equal to ``default`` at first and never trained.
@@ -216,10 +217,10 @@ def _check_patterns(module: nn.Module, targets: list[str], exclude: list[str]) -
     for key, patterns in (("targets", targets), ("exclude", exclude)):
         for pattern in patterns:
             if not any(_matches(name, pattern) for name in names):
-                tails = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in names})
+                tails = sorted({re.sub(r"^.*?\.\d+\.", "", name) for name in names})
                 raise ConfigError(
-                    f"model.lora.{key}: {pattern!r} matches no linear module of {type(module).__name__}; names end in "
-                    f"{', '.join(tails)}"
+                    f"model.lora.{key}: {pattern!r} matches no linear module of {type(module).__name__}; "
+                    f"{nearest(pattern, tails)}"
                 )
     if not any(
         any(_matches(name, pattern) for pattern in targets) and not any(_matches(name, pattern) for pattern in exclude)

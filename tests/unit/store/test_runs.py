@@ -21,6 +21,14 @@ def test_a_run_keeps_its_resolved_settings(tmp_path):
     assert (run.run_id, run.config, run.config_digest, run.code_version) == ("first", CONFIG, digest(CONFIG), "0.1.0")
 
 
+def test_origins_of_settings_are_kept_from_the_first_start(tmp_path):
+    run = create_run(tmp_path, CONFIG, code_version="1", run_id="a")
+    run.write_origins({"profile": "demo", "run.steps": "--set run.steps=5"})
+    run.write_origins({"profile": "none", "run.steps": "default"})
+    saved = json.loads((run.root / "settings_origins.json").read_text())
+    assert saved == {"profile": "demo", "run.steps": "--set run.steps=5"}
+
+
 def test_an_id_that_exists_is_refused_and_one_that_is_illegal_too(tmp_path):
     create_run(tmp_path, CONFIG, code_version="1", run_id="a")
     with pytest.raises(StoreError, match=r"'a' exists .*resume it"):

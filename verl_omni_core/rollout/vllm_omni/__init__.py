@@ -1,6 +1,9 @@
 """The vLLM-Omni engine; the only importer of vllm and vllm_omni, and not when this package is imported."""
 
 from verl_omni_core.rollout._contract import EngineOptions, RolloutEngine
+from verl_omni_core.rollout.vllm_omni import compat
+
+KNOWN_TO_WORK = compat.KNOWN_TO_WORK
 
 
 def check(options: EngineOptions) -> None:
@@ -9,7 +12,6 @@ def check(options: EngineOptions) -> None:
     Raises:
         ConfigError: see :func:`build`.
     """
-    from verl_omni_core.rollout.vllm_omni import compat
     from verl_omni_core.rollout.vllm_omni.engine import check_options
 
     compat.installed_version()
@@ -20,7 +22,7 @@ async def build(options: EngineOptions) -> RolloutEngine:
     """Start vLLM-Omni in this process and return the engine.
 
     Raises:
-        ConfigError: the package is missing or of a version that was not tested, or options that it does not take.
+        ConfigError: the package is missing or of a version that is not admitted, or options that it does not take.
         EngineError: it did not start. DeadlineError: not within ``start_timeout_s``.
     """
     from verl_omni_core.rollout.vllm_omni.engine import start
@@ -32,8 +34,6 @@ def installed_version() -> str:
     """Return the version of the engine's package.
 
     Raises:
-        ConfigError: it is not installed, or of a version that was not tested.
+        ConfigError: it is not installed, or of a version that is not admitted.
     """
-    from verl_omni_core.rollout.vllm_omni import compat
-
     return compat.installed_version()

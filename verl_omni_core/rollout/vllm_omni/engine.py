@@ -144,7 +144,7 @@ class VLLMOmniEngine:
     async def _sample(self, request: SampleRequest) -> Any:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-        from verl_omni_core.rollout.vllm_omni.pipeline import MODEL, REQUEST
+        from verl_omni_core.rollout.vllm_omni.pipeline import MODEL, MODEL_OPTIONS, REQUEST
 
         sampling = request.sampling
         params = OmniDiffusionSamplingParams(
@@ -154,7 +154,11 @@ class VLLMOmniEngine:
             guidance_scale=sampling.guidance_scale,
             max_sequence_length=sampling.max_sequence_length,
             seed=request.seed,
-            extra_args={REQUEST: request, MODEL: self._options.model},
+            extra_args={
+                REQUEST: request,
+                MODEL: self._options.model,
+                MODEL_OPTIONS: dict(self._options.model_options),
+            },
             lora_request=self._lora,
         )
         last = None

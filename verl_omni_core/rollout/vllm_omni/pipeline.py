@@ -5,9 +5,10 @@ One mixin serves every model; a class joins it to the engine's pipeline of one a
 same environment notice nothing.
 """
 
+import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from verl_omni_core.models._contract import Encoders
 from verl_omni_core.rollout._contract import SampleRequest
 from verl_omni_core.rollout._drawing import BatchDrawer, Drawn
 
-REQUEST, MODEL = "verl_omni_request", "verl_omni_model"
-"""Keys of the engine's ``extra_args`` that carry our request and the name of its model adapter."""
+REQUEST, MODEL, MODEL_OPTIONS = "verl_omni_request", "verl_omni_model", "verl_omni_model_options"
+"""Keys of the engine's ``extra_args`` that carry our request, and name and options of its model adapter."""
 
 _NUMBERED = ("", "_2", "_3", "_4")
 
@@ -46,16 +47,17 @@ class TrajectoryPipeline:
             return super().forward(req)  # type: ignore[misc]  # of the engine's class, which comes after this one
         requests: list[SampleRequest] = [extra[REQUEST] for extra in extras]
         started = time.perf_counter()
-        drawn = self._drawer(extras[0][MODEL]).draw(requests)
+        drawn = self._drawer(extras[0][MODEL], extras[0][MODEL_OPTIONS]).draw(requests)
         self.seconds += time.perf_counter() - started
         self.batches[len(requests)] += 1
         self.requests += sum(isinstance(row, dict) for row in drawn)
         return [_failed(row) if isinstance(row, Exception) else _finished(row) for row in drawn]
 
-    def _drawer(self, model: str) -> BatchDrawer:
-        if model not in self._drawers:
-            self._drawers[model] = BatchDrawer(
-                registry.component("model", model).build(registry.options("model", model, {})),
+    def _drawer(self, model: str, options: Mapping[str, Any]) -> BatchDrawer:
+        key = json.dumps([model, dict(options)], sort_keys=True)
+        if key not in self._drawers:
+            self._drawers[key] = BatchDrawer(
+                registry.component("model", model).build(registry.options("model", model, options)),
                 Encoders(self._parts("tokenizer"), self._parts("text_encoder")),
                 self.transformer,
                 self.vae,
@@ -64,7 +66,7 @@ class TrajectoryPipeline:
                 device=self.device,
                 max_batch=self.od_config.max_num_seqs,
             )
-        return self._drawers[model]
+        return self._drawers[key]
 
     def _parts(self, kind: str) -> dict[str, Any]:
         names = [f"{kind}{number}" for number in _NUMBERED]
