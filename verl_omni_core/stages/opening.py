@@ -17,7 +17,7 @@ from verl_omni_core.store.lease import Ownership, take_ownership
 from verl_omni_core.version import __version__
 from verl_omni_core.workers.actors import Actors
 
-_MAY_CHANGE = {"run.steps", "run.store"}
+_MAY_CHANGE = {"run.id", "run.steps", "run.store"}
 """Settings in which a resumed run may differ from its folder: they change no result of a finished stage."""
 
 
@@ -31,6 +31,7 @@ def open_run(config: RunConfig) -> RunRef:
     """
     check(config)
     folder = _folder(config)
+    config = config_of(folder)
     let_go(str(folder.root))
     ownership = take_ownership(folder.root, this_process())
     try:

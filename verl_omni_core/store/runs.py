@@ -104,7 +104,7 @@ def create_run(
 
     Args:
         store: folder that holds all runs; made if it does not exist.
-        config: resolved settings, JSON-like.
+        config: resolved settings, JSON-like; a ``run.id`` of none becomes the run's name.
         code_version: version of this package that made them.
         run_id: name of the run; none derives one from the time and the profile.
         profile: name of the profile, for a derived id.
@@ -119,16 +119,17 @@ def create_run(
             "letter or digit"
         )
     store = Path(store)
-    content = {
-        "kind": kind,
-        "config": dict(config),
-        "config_digest": digest(config),
-        "code_version": code_version,
-        "created": _now(),
-    }
     with storage_errors(store):
         store.mkdir(parents=True, exist_ok=True)
         root = _make_folder(store, run_id, profile)
+        config = _named(config, root.name)
+        content = {
+            "kind": kind,
+            "config": config,
+            "config_digest": digest(config),
+            "code_version": code_version,
+            "created": _now(),
+        }
         create_whole(root / RUN, json.dumps(content, indent=1).encode())
         sync_all([store])
     return open_run(store, root.name)
@@ -222,6 +223,11 @@ def _derived_ids(profile: str | None) -> Iterator[str]:
         stem = f"{stem}-{name}"[:90]
     yield stem
     yield from (f"{stem}.{number}" for number in itertools.count(2))
+
+
+def _named(config: Mapping[str, Any], run_id: str) -> dict[str, Any]:
+    run = config.get("run", {})
+    return {**config, "run": {**run, "id": run_id}} if run.get("id", run_id) is None else dict(config)
 
 
 def _make_folder(store: Path, run_id: str | None, profile: str | None) -> Path:

@@ -21,6 +21,11 @@ def test_a_run_keeps_its_resolved_settings(tmp_path):
     assert (run.run_id, run.config, run.config_digest, run.code_version) == ("first", CONFIG, digest(CONFIG), "0.1.0")
 
 
+def test_a_run_without_a_name_keeps_the_one_that_it_gets(tmp_path):
+    run = create_run(tmp_path, {"run": {"id": None, "steps": 5}}, code_version="1")
+    assert run.config == {"run": {"id": run.root.name, "steps": 5}}
+
+
 def test_an_id_that_exists_is_refused_and_one_that_is_illegal_too(tmp_path):
     create_run(tmp_path, CONFIG, code_version="1", run_id="a")
     with pytest.raises(StoreError, match=r"'a' exists .*resume it"):
