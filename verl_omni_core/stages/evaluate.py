@@ -94,7 +94,7 @@ def open_evaluation(evaluation: Evaluation) -> RunRef:
     ownership = take_ownership(folder.root, this_process())
     ref = RunRef(str(folder.root), ownership.epoch)
     folder.write_progress(status="running", step=0)
-    actors = Actors.start_or_find(config, folder.run_id, ownership.epoch, trains=False)
+    actors = Actors.start_or_find(config, folder, ownership.epoch, trains=False)
     session = register(Session(ref, config, store_of(ref, config), actors, ownership))
     for subject in evaluation.subjects:
         if subject.folder is not None:

@@ -46,7 +46,7 @@ def _open(config: RunConfig, folder: runs.RunFolder, ownership: Ownership) -> Ru
     store = store_of(ref, config)
     store.sweep()
     folder.write_progress(status="running", step=runs.steps_done(folder.root))
-    actors = Actors.start_or_find(config, folder.run_id, ownership.epoch)
+    actors = Actors.start_or_find(config, folder, ownership.epoch)
     session = register(Session(ref, config, store, actors, ownership))
     restore(session)
     folder.write_engines(actors.describe_engines())
@@ -59,7 +59,7 @@ def attach(ref: RunRef) -> Session:
     root = Path(ref.root)
     folder = runs.open_run(root.parent, root.name)
     config = config_of(folder)
-    actors = Actors.find(config, folder.run_id, ref.epoch, trains=folder.kind == runs.TRAIN)
+    actors = Actors.find(config, folder, ref.epoch, trains=folder.kind == runs.TRAIN)
     return Session(ref, config, store_of(ref, config), actors)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,6 +39,8 @@ class RunFolder:
     """UTC, ISO 8601."""
     kind: str
     """``train`` or ``evaluate``."""
+    uuid: str
+    """Drawn once: another run that gets the same folder has another one."""
 
     @property
     def run_id(self) -> str:
@@ -125,6 +128,7 @@ def create_run(
         config = _named(config, root.name)
         content = {
             "kind": kind,
+            "uuid": uuid.uuid4().hex,
             "config": config,
             "config_digest": digest(config),
             "code_version": code_version,
