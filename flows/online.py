@@ -9,6 +9,7 @@ from tasks.run import finish_run, named_run, open_run, run_name
 from tasks.update import estimate_advantages, evaluate_reference, recompute_old_log_probs, train_on
 from tasks.weights import save_checkpoint, sync_weights
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.schedule import due, policy_version
 
 
@@ -25,24 +26,25 @@ def online(config: RunConfig, overrides: list[str] | None = None) -> str:
     """
     config = named_run(config, overrides)
     run = open_run(config)
-    sync_weights(run, policy_version(run.done + 1, config.weights.sync_interval))
-    if config.run.validate_before and run.done == 0:
-        validate_policy(run, 0)
-    for step in range(run.done + 1, config.run.steps + 1):
-        planned = plan_step(run, step)
-        samples = generate(run, step, planned)
-        rewards = score(run, step, planned, samples)
-        old = recompute_old_log_probs(run, step, samples)
-        reference = evaluate_reference(run, step, samples)
-        advantages = estimate_advantages(run, step, rewards)
-        updated = train_on(run, step, samples, advantages, old, reference)
-        if due(step, config.run.checkpoint_every, config.run.steps):
-            save_checkpoint(run, step)
-        if due(step, config.weights.sync_interval, config.run.steps):
-            sync_weights(run, step)
-        if due(step, config.run.validate_every, config.run.steps):
-            validate_policy(run, step)
-        if due(step, config.run.images_every, 0):
-            draw_preview(run, step)
-        log_step(run, step, [samples, rewards, advantages, updated])
-    return finish_run(run)
+    with let_go_on_failure(run):
+        sync_weights(run, policy_version(run.done + 1, config.weights.sync_interval))
+        if config.run.validate_before and run.done == 0:
+            validate_policy(run, 0)
+        for step in range(run.done + 1, config.run.steps + 1):
+            planned = plan_step(run, step)
+            samples = generate(run, step, planned)
+            rewards = score(run, step, planned, samples)
+            old = recompute_old_log_probs(run, step, samples)
+            reference = evaluate_reference(run, step, samples)
+            advantages = estimate_advantages(run, step, rewards)
+            updated = train_on(run, step, samples, advantages, old, reference)
+            if due(step, config.run.checkpoint_every, config.run.steps):
+                save_checkpoint(run, step)
+            if due(step, config.weights.sync_interval, config.run.steps):
+                sync_weights(run, step)
+            if due(step, config.run.validate_every, config.run.steps):
+                validate_policy(run, step)
+            if due(step, config.run.images_every, 0):
+                draw_preview(run, step)
+            log_step(run, step, [samples, rewards, advantages, updated])
+        return finish_run(run)

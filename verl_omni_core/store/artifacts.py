@@ -36,6 +36,7 @@ from verl_omni_core.store.attempt import (
 from verl_omni_core.store.durable_files import check_free, safe_name
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef, FileRecord, Manifest, ShardRecord, sha256
+from verl_omni_core.store.runs import newest_settings
 
 _STAGE = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 _MAPPED = 4
@@ -273,7 +274,7 @@ def _manifest(path: Path, digest: str) -> Manifest:
 
 def _origin(root: str) -> tuple[str, str]:
     try:
-        run = json.loads((Path(root) / "run.json").read_bytes())
+        run = json.loads(newest_settings(Path(root)).read_bytes())
     except FileNotFoundError:
         return "", ""
     return run.get("config_digest", ""), run.get("code_version", "")

@@ -18,6 +18,8 @@ from verl_omni_core.store.durable_files import create_whole, replace_whole, stor
 from verl_omni_core.store.lease import is_owned
 
 RUN = "run.json"
+SETTINGS = "settings"
+"""Folder of the settings that later starts changed, one file for each such start, named by its fence epoch."""
 ENGINE = "engine.json"
 PROGRESS = "progress.json"
 TRAIN, EVALUATE = "train", "evaluate"
@@ -32,7 +34,7 @@ class RunFolder:
 
     root: Path
     config: Mapping[str, Any]
-    """The resolved settings."""
+    """The resolved settings, as the newest start had them."""
     config_digest: str
     code_version: str
     created: str
@@ -46,6 +48,20 @@ class RunFolder:
     def run_id(self) -> str:
         """The run's name, that of its folder."""
         return self.root.name
+
+    def record_settings(self, config: Mapping[str, Any], *, epoch: int, code_version: str) -> None:
+        """Keep what a resumed run runs with, if it is new; ``run.json`` stays as it was.
+
+        Args:
+            epoch: fence epoch of the owner.
+        """
+        if digest(config) == self.config_digest:
+            return
+        content = {"config": dict(config), "config_digest": digest(config), "code_version": code_version}
+        folder = self.root / SETTINGS
+        folder.mkdir(exist_ok=True)
+        create_whole(folder / f"{epoch:06d}.json", json.dumps({**content, "created": _now()}, indent=1).encode())
+        sync_all([self.root])
 
     def write_engines(self, replicas: Sequence[Mapping[str, Any]]) -> None:
         """Record who generates: engine, version, pipeline class, count of requests.
@@ -70,10 +86,18 @@ class RunFolder:
         Args:
             status: ``running``, ``finished``, ``failed`` or ``stopped``.
             step: steps finished.
-            reward: mean reward of the last of them.
+            reward: mean reward of the last of them; none leaves what was said before.
         """
+        if reward is None:
+            reward = self._progress().get("reward")
         value = {"status": status, "step": step, "reward": reward, "updated": _now()}
         replace_whole(self.root / PROGRESS, json.dumps(value).encode())
+
+    def _progress(self) -> dict[str, Any]:
+        try:
+            return _read_json(self.root / PROGRESS) or {}
+        except StoreError:
+            return {}  # torn by a power cut: it is not synced, and written anew now
 
 
 @dataclass(frozen=True)
@@ -149,18 +173,30 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
     if not _ID.fullmatch(run_id) or not root.is_dir():
         known = [path.name for path in _folders(Path(store))]
         raise StoreError(f"store {store} has no run {run_id!r}; it has {', '.join(known[-5:]) or 'none'}")
-    value = _read_json(root / RUN)
-    if value is None:
+    made = _read_json(root / RUN)
+    if made is None:
         raise StoreError(
             f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id"
         )
-    value.setdefault("kind", TRAIN)
+    newest = newest_settings(root)
+    resumed = {} if newest.name == RUN else _read_json(newest) or {}
+    value = {
+        "kind": TRAIN,
+        "uuid": "",
+        **made,
+        **{name: resumed[name] for name in ("config", "config_digest") if name in resumed},
+    }
     names = [field.name for field in dataclasses.fields(RunFolder) if field.name != "root"]
     missing = [name for name in names if name not in value]
     if missing or value["config_digest"] != digest(value["config"]):
         wrong = f"lacks {missing}" if missing else "has settings that do not match their digest"
-        raise StoreError(f"{root / RUN} {wrong}; restore it from a copy: a run's settings never change")
+        raise StoreError(f"{newest} {wrong}; restore it from a copy: recorded settings never change")
     return RunFolder(root, **{name: value[name] for name in names})
+
+
+def newest_settings(root: Path) -> Path:
+    """Return the file with the settings of a run's newest start."""
+    return max((root / SETTINGS).glob("*.json"), default=root / RUN)
 
 
 def list_runs(store: str | Path) -> list[RunSummary]:
