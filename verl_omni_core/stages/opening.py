@@ -15,6 +15,7 @@ from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.log import STAGE as LAST_STAGE
+from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.session import RunRef, Session, let_go, register
 from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import runs
@@ -41,6 +42,7 @@ def open_run(config: RunConfig) -> RunRef:
 
     Raises:
         ConfigError, DataError: the settings cannot work; nothing was written. FencedError: somebody owns the run.
+        StoreError: it is resumed with other training prompts.
     """
     check(config)
     folder = _folder(config)
@@ -64,6 +66,9 @@ def _open(config: RunConfig, folder: runs.RunFolder, ref: RunRef, ownership: Own
     folder.write_progress(status="running", step=runs.steps_done(folder.root))
     actors = Actors.start_or_find(config, folder, ownership.epoch)
     session = register(Session(ref, config, store, actors, ownership))
+    done = runs.steps_done(folder.root)
+    if done:
+        plan(ref, done)  # planned anew it is the same, or the training prompts changed under the run
     restore(session)
     folder.write_engines(actors.describe_engines())
     session.ref = replace(ref, done=steps_behind(session))

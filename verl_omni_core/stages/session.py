@@ -100,6 +100,13 @@ class Session:
         return prompts_of(self.config, "train")
 
     @cached_property
+    def train_prompts_digest(self) -> str:
+        """Of what :attr:`train_prompts` holds: a file may change under its name."""
+        from verl_omni_core.data.prompts import digest_of
+
+        return digest_of(self.train_prompts)
+
+    @cached_property
     def validation_prompts(self) -> pa.Table:
         from verl_omni_core.data.prompts import prompts_of
 

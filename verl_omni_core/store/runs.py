@@ -179,13 +179,10 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
             f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id"
         )
     newest = newest_settings(root)
-    resumed = {} if newest.name == RUN else _read_json(newest) or {}
-    value = {
-        "kind": TRAIN,
-        "uuid": "",
-        **made,
-        **{name: resumed[name] for name in ("config", "config_digest") if name in resumed},
-    }
+    value = {"kind": TRAIN, "uuid": "", **made}
+    if newest.name != RUN:
+        resumed = _read_json(newest) or {}
+        value |= {name: resumed.get(name) for name in ("config", "config_digest")}
     names = [field.name for field in dataclasses.fields(RunFolder) if field.name != "root"]
     missing = [name for name in names if name not in value]
     if missing or value["config_digest"] != digest(value["config"]):

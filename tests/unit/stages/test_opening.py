@@ -14,6 +14,7 @@ from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages import ending, evaluate, opening
 from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.opening import open_run, restore
+from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.session import let_go, session_of
 from verl_omni_core.stages.subjects import Evaluation
 from verl_omni_core.store import runs
@@ -130,9 +131,10 @@ def test_a_cosine_schedule_keeps_its_length(tmp_path, trainer):
     _opened(_settings(tmp_path, "run.id=a", "training.schedule=cosine", "run.steps=20"))
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, trainer, caplog):
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, trainer, caplog, monkeypatch):
     root = _opened(_settings(tmp_path, "run.id=a")).root
     files = {}
+    monkeypatch.setattr(opening, "plan", lambda run, step: None)
     for step in (1, 2, 3):
         _commit(root, step, "update")
         files[step] = _commit(root, step, "checkpoint", b'{"step": %d}' % step)
@@ -154,8 +156,24 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, tra
     ]
 
 
-def test_a_checkpoint_without_its_steps_update_is_not_taken(tmp_path, trainer):
+def test_other_training_prompts_under_the_same_file_name_are_told(tmp_path, trainer):
+    prompts = tmp_path / "prompts.jsonl"
+    asked = ("run.id=a", f"data.train={prompts}", "data.prompts_per_step=1")
+    prompts.write_text('{"prompt": "draw", "ground_truth": "A"}\n')
+    ref = open_run(_settings(tmp_path / "runs", *asked))
+    plan(ref, 1)
+    let_go(ref.root)
+    _commit(Path(ref.root), 1, "update")
+    _opened(_settings(tmp_path / "runs", *asked))
+    prompts.write_text('{"prompt": "draw", "ground_truth": "B"}\n')
+    with pytest.raises(StoreError, match="'plan' of step 1 is committed"):
+        open_run(_settings(tmp_path / "runs", *asked))
+    assert not is_owned(Path(ref.root))
+
+
+def test_a_checkpoint_without_its_steps_update_is_not_taken(tmp_path, trainer, monkeypatch):
     root = _opened(_settings(tmp_path, "run.id=a")).root
+    monkeypatch.setattr(opening, "plan", lambda run, step: None)
     _commit(root, 1, "update")
     _commit(root, 2, "checkpoint")
     ref = open_run(_settings(tmp_path, "run.id=a"))
