@@ -28,7 +28,7 @@ def let_go_on_failure(run: RunRef) -> Iterator[None]:
         _try(_say_status, run, error)
         _try(let_go, run.root)
         logger.warning(
-            "run %s broke off; started again, it goes on from here. Its actors live on: to end them, "
+            "run %s broke off; started again, it goes on from here. Actors that it started live on: to end them, "
             "verl-omni teardown %s --store %s",
             *(root.name, root.name, root.parent),
         )
@@ -42,7 +42,7 @@ def end_on_failure(run: RunRef, settings: ClusterSettings) -> Iterator[None]:
         yield
     except BaseException as error:
         _try(_say_status, run, error)
-        _try(end_actors, settings, Path(run.root))
+        _try(_end_living, settings, Path(run.root))
         _try(let_go, run.root)
         raise
 
@@ -75,7 +75,7 @@ def end_run(run_id: str, store: str | Path) -> int:
     try:
         run = open_run(store, run_id)
     except StoreError:
-        ended = 0 if root.exists() else _end_orphans(root)
+        ended = 0 if root.exists() else _end_living(ClusterSettings(), root)
         if ended:
             return ended
         raise
@@ -84,8 +84,7 @@ def end_run(run_id: str, store: str | Path) -> int:
     return end_actors(config_of(run).cluster, run.root)
 
 
-def _end_orphans(root: Path) -> int:
-    settings = ClusterSettings()
+def _end_living(settings: ClusterSettings, root: Path) -> int:
     if not ray_head.given(settings) and services.find(ray_head.NAME) is None:
         return 0  # no cluster is up, and none is to be started for this
     return end_actors(settings, root)

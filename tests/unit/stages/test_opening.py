@@ -236,6 +236,7 @@ def test_a_start_that_fails_lets_go(tmp_path, monkeypatch):
 
 def test_an_evaluation_that_cannot_start_ends_its_actors(tmp_path, monkeypatch):
     ended: list[Path] = []
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a cluster is up, as far as this shows
     monkeypatch.setattr(ending, "end_actors", lambda settings, root: ended.append(root))
 
     def refuse(*_: object, **__: object) -> None:
