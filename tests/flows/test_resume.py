@@ -50,7 +50,7 @@ def test_a_retried_flow_run_resumes_the_run_that_it_began_on_its_living_actors(r
         if len(trainers) == 1:
             small.stop()
 
-    with prefect_test_harness(), small.before(1, "update", fail_once):
+    with prefect_test_harness(server_startup_timeout=120), small.before(1, "update", fail_once):
         state = online.with_options(retries=1, retry_delay_seconds=0)(config, return_state=True)
     assert state.is_completed()
     (run,) = list_runs(runs)
