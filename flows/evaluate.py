@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 from prefect import flow
 
-from tasks.evaluation import finish_evaluation, give_up, judge_weights, open_evaluation
+from tasks.evaluation import finish_evaluation, judge_weights, open_evaluation
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages.ending import end_on_failure
 from verl_omni_core.stages.subjects import plan_evaluation
 
 
@@ -53,10 +54,7 @@ def evaluate(
         run_id=run_id,
     )
     run = open_evaluation(evaluation)
-    try:
+    with end_on_failure(run, evaluation.config.cluster):
         for subject in evaluation.subjects:
             judge_weights(run, subject.step)
         return finish_evaluation(run, evaluation).to_json()
-    except BaseException:
-        give_up(run)
-        raise

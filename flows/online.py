@@ -5,46 +5,47 @@ from prefect import flow
 from tasks.evaluation import draw_preview, log_step, validate_policy
 from tasks.reward import score
 from tasks.rollout import generate, plan_step
-from tasks.run import finish_run, open_run
+from tasks.run import finish_run, named_run, open_run, run_name
 from tasks.update import estimate_advantages, evaluate_reference, recompute_old_log_probs, train_on
 from tasks.weights import save_checkpoint, sync_weights
-from verl_omni_core.settings.loader import apply_overrides
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.schedule import due, policy_version
 
 
-@flow(name="online", flow_run_name="{config.run.id}", log_prints=False)
+@flow(name="online", flow_run_name=run_name, log_prints=False)
 def online(config: RunConfig, overrides: list[str] | None = None, origins: dict[str, str] | None = None) -> str:
     """Train a generator by reinforcement learning against its own samples.
 
     Args:
-        config: The run's settings.
+        config: The run's settings. Without a name the run is called after the flow run, which a retry then resumes.
         overrides: Changes to single settings, each ``a.b=c``.
         origins: Where each setting comes from, by dotted name; saved with the run.
 
     Returns:
         The summary of the run.
     """
-    config = apply_overrides(config, overrides or [])
+    config = named_run(config, overrides)
     run = open_run(config, origins)
-    sync_weights(run, policy_version(run.done + 1, config.weights.sync_interval))
-    if config.run.validate_before and run.done == 0:
-        validate_policy(run, 0)
-    for step in range(run.done + 1, config.run.steps + 1):
-        planned = plan_step(run, step)
-        samples = generate(run, step, planned)
-        rewards = score(run, step, planned, samples)
-        old = recompute_old_log_probs(run, step, samples)
-        reference = evaluate_reference(run, step, samples)
-        advantages = estimate_advantages(run, step, rewards)
-        updated = train_on(run, step, samples, advantages, old, reference)
-        if due(step, config.run.checkpoint_every, config.run.steps):
-            save_checkpoint(run, step)
-        if due(step, config.weights.sync_interval, config.run.steps):
-            sync_weights(run, step)
-        if due(step, config.run.validate_every, config.run.steps):
-            validate_policy(run, step)
-        if due(step, config.run.images_every, 0):
-            draw_preview(run, step)
-        log_step(run, step, [samples, rewards, advantages, updated])
-    return finish_run(run)
+    with let_go_on_failure(run):
+        sync_weights(run, policy_version(run.done + 1, config.weights.sync_interval))
+        if config.run.validate_before and run.done == 0:
+            validate_policy(run, 0)
+        for step in range(run.done + 1, config.run.steps + 1):
+            planned = plan_step(run, step)
+            samples = generate(run, step, planned)
+            rewards = score(run, step, planned, samples)
+            old = recompute_old_log_probs(run, step, samples)
+            reference = evaluate_reference(run, step, samples)
+            advantages = estimate_advantages(run, step, rewards)
+            updated = train_on(run, step, samples, advantages, old, reference)
+            if due(step, config.run.checkpoint_every, config.run.steps):
+                save_checkpoint(run, step)
+            if due(step, config.weights.sync_interval, config.run.steps):
+                sync_weights(run, step)
+            if due(step, config.run.validate_every, config.run.steps):
+                validate_policy(run, step)
+            if due(step, config.run.images_every, 0):
+                draw_preview(run, step)
+            log_step(run, step, [samples, rewards, advantages, updated])
+        return finish_run(run)

@@ -43,9 +43,3 @@ def judge_weights(run: RunRef, step: int) -> ArtifactRef:
 def finish_evaluation(run: RunRef, evaluation: Evaluation) -> evaluate.EvaluationResult:
     """Commit the result and end the evaluation's actors."""
     return evaluate.finish_evaluation(run, evaluation)
-
-
-@task(name="give-up", **STAGE)
-def give_up(run: RunRef) -> None:
-    """End the actors of an evaluation that failed."""
-    evaluate.abandon(run)

@@ -1,11 +1,26 @@
 """Open, start and finish a run."""
 
 from prefect import task
+from prefect.runtime import flow_run
 
 from tasks.settings import STAGE
+from verl_omni_core.settings.loader import apply_overrides
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages import ending, finish, opening
 from verl_omni_core.stages.session import RunRef
+
+
+def named_run(config: RunConfig, overrides: list[str] | None) -> RunConfig:
+    """Return a run's settings; one without a name is called after its flow run, so that a retry of that resumes it."""
+    config = apply_overrides(config, overrides or [])
+    if config.run.id is None and flow_run.id is not None:
+        config = apply_overrides(config, [f"run.id=online-{flow_run.id[:13]}"])
+    return config
+
+
+def run_name() -> str:
+    """Return the name of the run that the current flow run makes or resumes."""
+    return str(named_run(flow_run.parameters["config"], flow_run.parameters.get("overrides")).run.id)
 
 
 @task(name="open", **STAGE)

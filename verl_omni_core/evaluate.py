@@ -1,6 +1,7 @@
 """An evaluation as plain Python: the stages of ``flows/evaluate.py`` without an orchestrator, with equal results."""
 
-from verl_omni_core.stages.evaluate import EvaluationResult, abandon, finish_evaluation, judge, open_evaluation
+from verl_omni_core.stages.ending import end_on_failure
+from verl_omni_core.stages.evaluate import EvaluationResult, finish_evaluation, judge, open_evaluation
 from verl_omni_core.stages.subjects import Evaluation
 
 
@@ -13,10 +14,7 @@ def evaluate(evaluation: Evaluation) -> EvaluationResult:
         ConfigError, DataError: the settings cannot work; nothing was started.
     """
     run = open_evaluation(evaluation)
-    try:
+    with end_on_failure(run, evaluation.config.cluster):
         for subject in evaluation.subjects:
             judge(run, subject.step)
         return finish_evaluation(run, evaluation)
-    except BaseException:
-        abandon(run)
-        raise

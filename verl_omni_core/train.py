@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.advantage import advantage
 from verl_omni_core.stages.checkpoint import checkpoint
+from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.finish import finish
 from verl_omni_core.stages.log import log
 from verl_omni_core.stages.log_probs import old_log_probs, reference
@@ -31,12 +32,13 @@ def train(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
         ConfigError, DataError: the settings cannot work; nothing was started.
     """
     run = open_run(config, origins)
-    sync(run, policy_version(run.done + 1, config.weights.sync_interval))
-    if config.run.validate_before and run.done == 0:
-        validate(run, 0)
-    for step in range(run.done + 1, config.run.steps + 1):
-        train_step(run, config, step)
-    return finish(run)
+    with let_go_on_failure(run):
+        sync(run, policy_version(run.done + 1, config.weights.sync_interval))
+        if config.run.validate_before and run.done == 0:
+            validate(run, 0)
+        for step in range(run.done + 1, config.run.steps + 1):
+            train_step(run, config, step)
+        return finish(run)
 
 
 def train_step(run: RunRef, config: RunConfig, step: int) -> None:

@@ -20,6 +20,7 @@ from tests.flows.recorded import Recorded
 from verl_omni_core.cluster import prefect_server, ray_head, services
 from verl_omni_core.cluster.start import start
 from verl_omni_core.settings.run import ClusterSettings, RunConfig
+from verl_omni_core.store.runs import open_run
 from verl_omni_core.train import train
 from verl_omni_core.workers.actors import Actors, end_actors
 
@@ -68,14 +69,14 @@ class Ran:
         return Recorded(self.root)
 
     def actors(self) -> Actors:
-        return Actors.find(self.config, str(self.config.run.id), epoch=10**6)
+        return Actors.find(self.config, open_run(self.root.parent, self.root.name), epoch=10**6)
 
     def requests(self) -> list[int]:
         """Return each engine's own count of finished requests."""
         return [int(engine["requests"]) for engine in self.actors().describe_engines()]
 
     def end(self) -> None:
-        end_actors(self.config, str(self.config.run.id))
+        end_actors(self.config.cluster, self.root)
 
 
 def command_line(home: Path, arguments: list[str], *, timeout_s: float = LIMIT_S) -> tuple[str, Footprint]:

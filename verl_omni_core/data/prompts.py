@@ -3,6 +3,7 @@
 Rows are numbered from 0, as ``dataset_row``, in every message.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from verl_omni_core.batches.columns import (
     REWARD_MODEL_JSON,
 )
 from verl_omni_core.errors import DataError
+from verl_omni_core.identity import digest
 from verl_omni_core.registry import nearest
 from verl_omni_core.settings.resolve import Split, data_path
 from verl_omni_core.settings.run import RunConfig
@@ -33,6 +35,7 @@ from verl_omni_core.settings.run import RunConfig
 TokenCounts = Callable[[str], Mapping[str, tuple[int, int]]]
 """A prompt to, for each tokenizer by name, the tokens it needs and the tokens the encoder takes."""
 
+_DIGESTED_ROWS = 4096
 _SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
@@ -50,6 +53,15 @@ def prompts_of(config: RunConfig, split: Split) -> pa.Table:
     except DataError as error:
         message = str(error)
         raise DataError(message if message.startswith("data.") else f"data.{split}: {message}") from error
+
+
+def digest_of(rows: pa.Table) -> str:
+    """Return the sha256 of prompts as :func:`read_prompts` returns them: equal rows in equal order, equal digests."""
+    seen = hashlib.sha256()
+    for batch in rows.to_batches(max_chunksize=_DIGESTED_ROWS):
+        for row in batch.to_pylist():
+            seen.update(digest(row).encode())
+    return seen.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Two policies on the same held-out prompts and seeds: what changed, in numbers and pictures."""
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ from verl_omni_core.stages.session import Session
 from verl_omni_core.stages.validate import SAMPLES, STAGE, rewards_by_prompt
 from verl_omni_core.store.manifest import ArtifactRef
 
+logger = logging.getLogger(__name__)
+
 
 def artifacts(session: Session, stage: str) -> dict[int, ArtifactRef]:
     """Return a stage's committed artifacts by step, in order."""
@@ -22,9 +25,12 @@ def artifacts(session: Session, stage: str) -> dict[int, ArtifactRef]:
 
 
 def held_out(session: Session) -> HeldOut | None:
-    """Return the rewards of the first and the last judged policy; none if the base or a later one was not judged."""
+    """Return the rewards of the first and the last judged policy.
+
+    None if the base or a later one was not judged, or if they were judged on different prompts.
+    """
     validations = artifacts(session, STAGE)
-    if not _has_both(validations):
+    if not _are_paired(session, validations):
         return None
     before = rewards_by_prompt(session, validations[0])
     after = rewards_by_prompt(session, validations[max(validations)])
@@ -72,9 +78,12 @@ def first_samples(session: Session, step: int, count: int) -> FirstSamples:
 
 
 def picture_pairs(session: Session, count: int) -> list[PicturePair]:
-    """Return the first sample of the first ``count`` held-out prompts, drawn by the base and by the last policy."""
+    """Return the first sample of the first ``count`` held-out prompts, drawn by the base and by the last policy.
+
+    None where :func:`held_out` has none.
+    """
     validations = artifacts(session, STAGE)
-    if not _has_both(validations):
+    if not _are_paired(session, validations):
         return []
     before, after = (first_samples(session, step, count) for step in (0, max(validations)))
     return [
@@ -85,5 +94,23 @@ def picture_pairs(session: Session, count: int) -> list[PicturePair]:
     ]
 
 
-def _has_both(validations: dict[int, ArtifactRef]) -> bool:
-    return len(validations) > 1 and min(validations) == 0
+def _are_paired(session: Session, validations: dict[int, ArtifactRef]) -> bool:
+    if len(validations) < 2 or min(validations) != 0:
+        return False
+    last = max(validations)
+    if _prompt_keys(session, 0) == _prompt_keys(session, last):
+        return True
+    logger.warning(
+        "run %s: the validations before training and after step %d drew different prompts, so they are not compared; "
+        "the held-out prompts changed under the run",
+        *(session.root.name, last),
+    )
+    return False
+
+
+def _prompt_keys(session: Session, step: int) -> list[str]:
+    drawn = session.store.find(step, SAMPLES)
+    if drawn is None:
+        raise StoreError(f"run {session.root.name} has a validation of step {step} without its samples")
+    keys: list[str] = session.store.table(drawn, "prompts").column(columns.PROMPT_KEY).to_pylist()
+    return keys

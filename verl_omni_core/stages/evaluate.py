@@ -18,6 +18,7 @@ from verl_omni_core.metrics.validation import prompt_statistics
 from verl_omni_core.report.images import before_after, image_grid, write_picture
 from verl_omni_core.settings.check import check
 from verl_omni_core.stages import comparison
+from verl_omni_core.stages.ending import end_on_failure
 from verl_omni_core.stages.finish import PICTURE, close
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
@@ -93,13 +94,18 @@ def open_evaluation(evaluation: Evaluation) -> RunRef:
     )
     ownership = take_ownership(folder.root, this_process())
     ref = RunRef(str(folder.root), ownership.epoch)
-    folder.write_progress(status="running", step=0)
-    actors = Actors.start_or_find(config, folder.run_id, ownership.epoch, trains=False)
-    session = register(Session(ref, config, store_of(ref, config), actors, ownership))
-    for subject in evaluation.subjects:
-        if subject.folder is not None:
-            _take_over(session, subject, Path(subject.folder))
-    return ref
+    try:
+        with end_on_failure(ref, config.cluster):
+            folder.write_progress(status="running", step=0)
+            actors = Actors.start_or_find(config, folder, ref.epoch, trains=False)
+            session = register(Session(ref, config, store_of(ref, config), actors, ownership))
+            for subject in evaluation.subjects:
+                if subject.folder is not None:
+                    _take_over(session, subject, Path(subject.folder))
+            return ref
+    except BaseException:
+        ownership.release()
+        raise
 
 
 @stage(STAGE)
@@ -136,13 +142,6 @@ def finish_evaluation(run: RunRef, evaluation: Evaluation) -> EvaluationResult:
     session.folder().write_progress(status="finished", step=0, reward=judged[-1].mean)
     close(session)
     return result
-
-
-def abandon(run: RunRef) -> None:
-    """Let go of an evaluation that failed; its folder keeps what it committed."""
-    session = session_of(run)
-    session.folder().write_progress(status="failed", step=0)
-    close(session)
 
 
 def judged_rewards(rewards_PG: np.ndarray, label: str, step: int, largest: float) -> Judged:

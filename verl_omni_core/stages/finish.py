@@ -111,7 +111,8 @@ def _engine(recorded: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 def close(session: Session) -> None:
     """Let go of a finished run: its tracker, its actors unless they are to be kept, its ownership."""
-    session.tracker.close()
-    if not session.config.cluster.keep_actors:
-        session.actors.stop()
-    let_go(session.ref.root)
+    try:
+        if not session.config.cluster.keep_actors:
+            session.actors.stop()
+    finally:
+        let_go(session.ref.root)

@@ -1,25 +1,38 @@
 """Open a run: check, own, and start or find its actors."""
 
 import getpass
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.settings.check import check
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
+from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.log import STAGE as LAST_STAGE
+from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.session import RunRef, Session, let_go, register
 from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import runs
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import Ownership, take_ownership
+from verl_omni_core.training.checkpoint import INDEX_FILE
 from verl_omni_core.version import __version__
 from verl_omni_core.workers.actors import Actors
 
-_MAY_CHANGE = {"run.steps", "run.store"}
-"""Settings in which a resumed run may differ from its folder: they change no result of a finished stage."""
+logger = logging.getLogger(__name__)
+
+_MAY_CHANGE = (
+    *("run.id", "run.store", "run.steps", "run.*_every"),
+    *("*timeout_s", "*.max_attempts", "cluster.*", "durability.*", "tracking.tensorboard", "weights.probe*"),
+    *("algorithm.max_ratio_deviation", "reward.failure", "reward.max_invalid_fraction"),
+)
+"""Settings in which a resumed run may differ: no stage's key holds them, and they change no stage's result."""
 
 
 def open_run(config: RunConfig, origins: Mapping[str, str] | None = None) -> RunRef:
@@ -32,27 +45,35 @@ def open_run(config: RunConfig, origins: Mapping[str, str] | None = None) -> Run
 
     Raises:
         ConfigError, DataError: the settings cannot work; nothing was written. FencedError: somebody owns the run.
+        StoreError: it is resumed with other training prompts.
     """
     check(config)
     folder = _folder(config)
+    if config.run.id is None:
+        config = config_of(folder)
     let_go(str(folder.root))
     ownership = take_ownership(folder.root, this_process())
+    ref = RunRef(str(folder.root), ownership.epoch)
     try:
-        if origins is not None:
-            folder.write_origins(origins)
-        return _open(config, folder, ownership)
+        with let_go_on_failure(ref):
+            if origins is not None:
+                folder.write_origins(origins)
+            return _open(config, folder, ref, ownership)
     except BaseException:
         ownership.release()
         raise
 
 
-def _open(config: RunConfig, folder: runs.RunFolder, ownership: Ownership) -> RunRef:
-    ref = RunRef(str(folder.root), ownership.epoch)
+def _open(config: RunConfig, folder: runs.RunFolder, ref: RunRef, ownership: Ownership) -> RunRef:
+    folder.record_settings(config.model_dump(mode="json"), epoch=ref.epoch, code_version=__version__)
     store = store_of(ref, config)
     store.sweep()
     folder.write_progress(status="running", step=runs.steps_done(folder.root))
-    actors = Actors.start_or_find(config, folder.run_id, ownership.epoch)
+    actors = Actors.start_or_find(config, folder, ownership.epoch)
     session = register(Session(ref, config, store, actors, ownership))
+    done = runs.steps_done(folder.root)
+    if done:
+        plan(ref, done)  # planned anew it is the same, or the training prompts changed under the run
     restore(session)
     folder.write_engines(actors.describe_engines())
     session.ref = replace(ref, done=steps_behind(session))
@@ -64,22 +85,24 @@ def attach(ref: RunRef) -> Session:
     root = Path(ref.root)
     folder = runs.open_run(root.parent, root.name)
     config = config_of(folder)
-    actors = Actors.find(config, folder.run_id, ref.epoch, trains=folder.kind == runs.TRAIN)
+    actors = Actors.find(config, folder, ref.epoch, trains=folder.kind == runs.TRAIN)
     return Session(ref, config, store_of(ref, config), actors)
 
 
 def restore(session: Session) -> None:
-    """Bring a fresh trainer to the newest checkpoint; later updates are replayed from stored batches as they come."""
-    if session.actors.trainer.version() > 0:
+    """Bring a fresh trainer to the newest checkpoint that is whole; later updates are replayed from stored batches."""
+    trainer, store = session.actors.trainer, session.store
+    if trainer.version() > 0:
         return
     done = runs.steps_done(session.root)
-    for step in sorted(session.store.steps(), reverse=True):
-        ref = session.store.find(step, "checkpoint")
-        if ref is not None and step <= done:
-            manifest = session.store.manifest(ref)
-            folder = session.store.path_of(ref, manifest.files[0].name).parent
-            session.actors.trainer.load_checkpoint(str(folder))
-            return
+    for step in reversed(store.steps()):
+        try:
+            ref = store.find(step, CHECKPOINT) if step <= done else None
+            if ref is not None:
+                trainer.load_checkpoint(str(store.path_of(ref, INDEX_FILE).parent))
+                return
+        except StoreError as error:
+            logger.warning("the checkpoint of step %d is damaged, and the one before it is taken: %s", step, error)
 
 
 def steps_behind(session: Session) -> int:
@@ -112,11 +135,21 @@ def _folder(config: RunConfig) -> runs.RunFolder:
         return runs.create_run(config.run.store, settings, code_version=__version__, run_id=config.run.id)
     if folder.kind != runs.TRAIN:
         raise ConfigError(f"run {folder.run_id!r} is an evaluation and trains nothing; give run.id another value")
-    changed = [item for item in runs.config_differences(folder.config, settings) if item[0] not in _MAY_CHANGE]
-    if changed:
-        key, old, new = changed[0]
-        raise ConfigError(
-            f"run {folder.run_id!r} exists with {key} = {old!r}, and now it is {new!r}; give run.id another value, or "
-            "the settings that the run was started with"
-        )
-    return replace(folder, config=settings)
+    _refuse_other_settings(folder, settings)
+    return folder
+
+
+def _refuse_other_settings(folder: runs.RunFolder, settings: Mapping[str, Any]) -> None:
+    for key, old, new in runs.config_differences(folder.config, settings):
+        if not any(fnmatch(key, pattern) for pattern in _MAY_CHANGE):
+            raise ConfigError(
+                f"run {folder.run_id!r} exists with {key} = {old!r}, and now it is {new!r}; give run.id another value, "
+                "or the settings that the run was started with"
+            )
+        schedule = settings["training"]["schedule"]
+        if key == "run.steps" and schedule != "constant":
+            raise ConfigError(
+                f"run {folder.run_id!r} exists with run.steps = {old}, and now it is {new}, but training.schedule "
+                f"{schedule!r} stretches over all of them, so that finished steps would have had other learning rates; "
+                f"use {old} steps, or give run.id another value"
+            )

@@ -34,7 +34,7 @@ def plan(run: RunRef, step: int) -> ArtifactRef:
     config = session.config
     inputs = {
         "data": config.data.model_dump(mode="json", include={"train", "prompts_per_step", "shuffle", "overlong"}),
-        "prompts": len(session.train_prompts),
+        "prompts": session.train_prompts_digest,
         "seed": config.run.seed,
         "group_size": config.rollout.group_size,
         "sampler": config.sampler.model_dump(mode="json", exclude={"validation"}),

@@ -102,6 +102,13 @@ class Session:
         return prompts_of(self.config, "train")
 
     @cached_property
+    def train_prompts_digest(self) -> str:
+        """Of what :attr:`train_prompts` holds: a file may change under its name."""
+        from verl_omni_core.data.prompts import digest_of
+
+        return digest_of(self.train_prompts)
+
+    @cached_property
     def validation_prompts(self) -> pa.Table:
         from verl_omni_core.data.prompts import prompts_of
 
@@ -122,10 +129,16 @@ def register(session: Session) -> Session:
 
 
 def let_go(root: str) -> None:
-    """End this process's hold on a run, if it has one: a call that failed left it, and the run is started again."""
+    """End this process's hold on a run, if it has one: close its tracker and let others own it. Its actors live on."""
     session = _sessions.pop(root, None)
-    if session is not None and session.ownership is not None:
-        session.ownership.release()
+    if session is None:
+        return
+    try:
+        if "tracker" in vars(session):  # one that was never used is not opened to be closed
+            session.tracker.close()
+    finally:
+        if session.ownership is not None:
+            session.ownership.release()
 
 
 def session_of(ref: RunRef) -> Session:

@@ -36,9 +36,11 @@ from verl_omni_core.store.attempt import (
 from verl_omni_core.store.durable_files import check_free, safe_name
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef, FileRecord, Manifest, ShardRecord, sha256
+from verl_omni_core.store.runs import newest_settings
 
 _STAGE = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 _MAPPED = 4
+_OR_START_ANOTHER = "or export the weights of a step before it (verl-omni export) and start another run from them"
 
 
 @dataclass(frozen=True)
@@ -259,21 +261,20 @@ def _manifest(path: Path, digest: str) -> Manifest:
         data = path.read_bytes()
     except FileNotFoundError:
         raise StoreError(
-            f"{path} is missing, though its stage is committed; restore the run's folder from a copy, or fork "
-            "the run from a step before it"
+            f"{path} is missing, though its stage is committed; restore it from a copy, {_OR_START_ANOTHER}"
         ) from None
     seen = sha256(data)
     if seen != digest:
         raise StoreError(
             f"{path} has sha256 {seen[:12]}, its COMMIT says {digest[:12]}; the manifest is torn or was changed: "
-            "restore it from a copy, or fork the run from a step before it"
+            f"restore it from a copy, {_OR_START_ANOTHER}"
         )
     return Manifest.from_bytes(data)
 
 
 def _origin(root: str) -> tuple[str, str]:
     try:
-        run = json.loads((Path(root) / "run.json").read_bytes())
+        run = json.loads(newest_settings(Path(root)).read_bytes())
     except FileNotFoundError:
         return "", ""
     return run.get("config_digest", ""), run.get("code_version", "")
@@ -300,7 +301,7 @@ def _map(path: Path, file: FileRecord) -> pa.MemoryMappedFile:
     if size != file.size_bytes:
         raise StoreError(
             f"{path} has {'no file' if size is None else f'{size} bytes'}, its manifest says {file.size_bytes} "
-            "bytes; delete the stage's folder to produce it again, or restore it from a copy"
+            f"bytes; restore it from a copy, {_OR_START_ANOTHER}"
         )
     return pa.memory_map(str(path))
 
@@ -312,7 +313,7 @@ def _check_digest(path: Path, file: FileRecord, source: pa.MemoryMappedFile) -> 
     if seen != file.sha256:
         raise StoreError(
             f"{path} has sha256 {seen[:12]}, its manifest says {file.sha256[:12]}; the file was changed or the "
-            "disk damaged it: delete the stage's folder to produce it again, or restore it from a copy"
+            f"disk damaged it: restore it from a copy, {_OR_START_ANOTHER}"
         )
     trust(path, file.sha256)
 

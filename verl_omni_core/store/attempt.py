@@ -177,8 +177,8 @@ class Attempt:
                 os.link(source / safe_name(file.name), self.folder / file.name)
             except FileNotFoundError:
                 raise StoreError(
-                    f"shard {record.shard} of attempt {record.attempt} lost its file {file.name!r}; produce "
-                    "the shard again"
+                    f"shard {record.shard} of attempt {record.attempt} lost its file {file.name!r}; start the "
+                    "run again, it produces the shard anew"
                 ) from None
         return self.finish_shard(record.shard, record.files, record.payload)
 
@@ -313,9 +313,7 @@ def read_commit(folder: Path) -> ArtifactRef | None:
     try:
         value = json.loads(data)
     except ValueError as error:
-        raise StoreError(
-            f"{folder / COMMIT} is damaged ({error}); delete the stage's folder to produce it again"
-        ) from error
+        raise StoreError(f"{folder / COMMIT} is damaged ({error}); restore it from a copy of the run") from error
     return ArtifactRef.from_json(value)
 
 
@@ -323,7 +321,7 @@ def other_key(committed: ArtifactRef, key: str) -> StoreError:
     """Return the error for a stage that is committed under other settings."""
     return StoreError(
         f"stage {committed.stage!r} of step {committed.step} is committed under key {committed.key[:12]}, these "
-        f"settings give key {key[:12]}; use the settings it was made with, or start a new run"
+        f"settings and prompts give key {key[:12]}; use those it was made with, or start a new run"
     )
 
 

@@ -92,7 +92,7 @@ def check_free(path: Path, needed_bytes: int) -> None:
     if free < needed_bytes:
         raise StoreError(
             f"{path}: {free / 1e9:.2f} GB are free, {needed_bytes / 1e9:.2f} GB are needed; free some space, "
-            "shorten the retention, or lower durability.min_free_gb"
+            "or lower durability.min_free_gb, which a resumed run may"
         )
 
 

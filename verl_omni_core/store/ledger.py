@@ -124,7 +124,8 @@ class Ledger:
             if sequence not in numbers:
                 raise StoreError(
                     f"ledger of run {self.root.name} lacks record {sequence} of {max(numbers)}; restore "
-                    f"{self._path(sequence).name} from a copy, or fork the run from a step before it"
+                    f"{self._path(sequence).name} from a copy, or export the run's weights (verl-omni export) and "
+                    "start another run from them"
                 )
             entry = self._parse(sequence, self._path(sequence).read_bytes())
             self._records.append(entry)
@@ -142,7 +143,8 @@ class Ledger:
         if not intact:
             raise StoreError(
                 f"ledger record {sequence} of run {self.root.name} is damaged, or the one before it was "
-                "changed; restore both from a copy, or fork the run from a step before them"
+                "changed; restore both from a copy, or export the run's weights (verl-omni export) and start another "
+                "run from them"
             )
         return entry
 

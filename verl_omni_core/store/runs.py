@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +18,8 @@ from verl_omni_core.store.durable_files import create_whole, replace_whole, stor
 from verl_omni_core.store.lease import is_owned
 
 RUN = "run.json"
+SETTINGS = "settings"
+"""Folder of the settings that later starts changed, one file for each such start, named by its fence epoch."""
 ENGINE = "engine.json"
 ORIGINS = "settings_origins.json"
 PROGRESS = "progress.json"
@@ -32,13 +35,15 @@ class RunFolder:
 
     root: Path
     config: Mapping[str, Any]
-    """The resolved settings."""
+    """The resolved settings, as the newest start had them."""
     config_digest: str
     code_version: str
     created: str
     """UTC, ISO 8601."""
     kind: str
     """``train`` or ``evaluate``."""
+    uuid: str
+    """Drawn once: another run that gets the same folder has another one."""
 
     @property
     def run_id(self) -> str:
@@ -49,6 +54,20 @@ class RunFolder:
         """Record where each setting came from, once; a run that is resumed keeps what was recorded first."""
         if not (self.root / ORIGINS).exists():
             replace_whole(self.root / ORIGINS, json.dumps(dict(origins), indent=1).encode())
+
+    def record_settings(self, config: Mapping[str, Any], *, epoch: int, code_version: str) -> None:
+        """Keep what a resumed run runs with, if it is new; ``run.json`` stays as it was.
+
+        Args:
+            epoch: fence epoch of the owner.
+        """
+        if digest(config) == self.config_digest:
+            return
+        content = {"config": dict(config), "config_digest": digest(config), "code_version": code_version}
+        folder = self.root / SETTINGS
+        folder.mkdir(exist_ok=True)
+        create_whole(folder / f"{epoch:06d}.json", json.dumps({**content, "created": _now()}, indent=1).encode())
+        sync_all([self.root])
 
     def write_engines(self, replicas: Sequence[Mapping[str, Any]]) -> None:
         """Record who generates: engine, version, pipeline class, count of requests.
@@ -73,10 +92,18 @@ class RunFolder:
         Args:
             status: ``running``, ``finished``, ``failed`` or ``stopped``.
             step: steps finished.
-            reward: mean reward of the last of them.
+            reward: mean reward of the last of them; none leaves what was said before.
         """
+        if reward is None:
+            reward = self._progress().get("reward")
         value = {"status": status, "step": step, "reward": reward, "updated": _now()}
         replace_whole(self.root / PROGRESS, json.dumps(value).encode())
+
+    def _progress(self) -> dict[str, Any]:
+        try:
+            return _read_json(self.root / PROGRESS) or {}
+        except StoreError:
+            return {}  # torn by a power cut: it is not synced, and written anew now
 
 
 @dataclass(frozen=True)
@@ -110,7 +137,7 @@ def create_run(
 
     Args:
         store: folder that holds all runs; made if it does not exist.
-        config: resolved settings, JSON-like.
+        config: resolved settings, JSON-like; a ``run.id`` of none becomes the run's name.
         code_version: version of this package that made them.
         run_id: name of the run; none derives one from the time and the profile.
         profile: name of the profile, for a derived id.
@@ -125,16 +152,18 @@ def create_run(
             "letter or digit"
         )
     store = Path(store)
-    content = {
-        "kind": kind,
-        "config": dict(config),
-        "config_digest": digest(config),
-        "code_version": code_version,
-        "created": _now(),
-    }
     with storage_errors(store):
         store.mkdir(parents=True, exist_ok=True)
         root = _make_folder(store, run_id, profile)
+        config = _named(config, root.name)
+        content = {
+            "kind": kind,
+            "uuid": uuid.uuid4().hex,
+            "config": config,
+            "config_digest": digest(config),
+            "code_version": code_version,
+            "created": _now(),
+        }
         create_whole(root / RUN, json.dumps(content, indent=1).encode())
         sync_all([store])
     return open_run(store, root.name)
@@ -150,18 +179,27 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
     if not _ID.fullmatch(run_id) or not root.is_dir():
         known = [path.name for path in _folders(Path(store))]
         raise StoreError(f"store {store} has no run {run_id!r}; it has {', '.join(known[-5:]) or 'none'}")
-    value = _read_json(root / RUN)
-    if value is None:
+    made = _read_json(root / RUN)
+    if made is None:
         raise StoreError(
             f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id"
         )
-    value.setdefault("kind", TRAIN)
+    newest = newest_settings(root)
+    value = {"kind": TRAIN, "uuid": "", **made}
+    if newest.name != RUN:
+        resumed = _read_json(newest) or {}
+        value |= {name: resumed.get(name) for name in ("config", "config_digest")}
     names = [field.name for field in dataclasses.fields(RunFolder) if field.name != "root"]
     missing = [name for name in names if name not in value]
     if missing or value["config_digest"] != digest(value["config"]):
         wrong = f"lacks {missing}" if missing else "has settings that do not match their digest"
-        raise StoreError(f"{root / RUN} {wrong}; restore it from a copy: a run's settings never change")
+        raise StoreError(f"{newest} {wrong}; restore it from a copy: recorded settings never change")
     return RunFolder(root, **{name: value[name] for name in names})
+
+
+def newest_settings(root: Path) -> Path:
+    """Return the file with the settings of a run's newest start."""
+    return max((root / SETTINGS).glob("*.json"), default=root / RUN)
 
 
 def list_runs(store: str | Path) -> list[RunSummary]:
@@ -228,6 +266,11 @@ def _derived_ids(profile: str | None) -> Iterator[str]:
         stem = f"{stem}-{name}"[:90]
     yield stem
     yield from (f"{stem}.{number}" for number in itertools.count(2))
+
+
+def _named(config: Mapping[str, Any], run_id: str) -> dict[str, Any]:
+    run = config.get("run", {})
+    return {**config, "run": {**run, "id": run_id}} if run.get("id", run_id) is None else dict(config)
 
 
 def _make_folder(store: Path, run_id: str | None, profile: str | None) -> Path:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 INDEX_FILE = "checkpoint.json"
+_USE_ANOTHER = "restore it from a copy, or start the run again: it goes on from the checkpoint before"
 
 
 def save(engine: "DiffusersFSDPEngine", folder: Path, extra: Mapping[str, Any]) -> list[str]:
@@ -117,11 +118,11 @@ def verify(folder: Path, index: Mapping[str, Any]) -> None:
     for name, record in index["files"].items():
         path = folder / name
         if not path.is_file():
-            raise StoreError(f"checkpoint {str(folder)!r} lacks {name}; use an older checkpoint")
+            raise StoreError(f"checkpoint {str(folder)!r} lacks {name}; {_USE_ANOTHER}")
         if path.stat().st_size != record["size_bytes"] or _sha256(path) != record["sha256"]:
             raise StoreError(
                 f"checkpoint file {str(path)!r} changed after it was written ({path.stat().st_size} bytes, expected "
-                f"{record['size_bytes']}); use an older checkpoint"
+                f"{record['size_bytes']}); {_USE_ANOTHER}"
             )
 
 

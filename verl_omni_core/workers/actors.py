@@ -1,7 +1,10 @@
 """The live actors of a run: named, detached, in a namespace of their own, so that any later process finds them."""
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -10,10 +13,12 @@ from ray.util import list_named_actors
 
 from verl_omni_core.cluster import ray_head
 from verl_omni_core.errors import ContractError, StageLost
+from verl_omni_core.identity import digest
 from verl_omni_core.rewards._contract import Score, ScoringItem
 from verl_omni_core.rollout._contract import DiffusionOutput, EngineInfo, LoadedWeights, SampleRequest
 from verl_omni_core.rollout._options import engine_options
-from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.settings.run import ClusterSettings, RunConfig
+from verl_omni_core.store.runs import RunFolder
 from verl_omni_core.workers.replica import create_replica
 from verl_omni_core.workers.reward_worker import RewardWorker
 from verl_omni_core.workers.rollout_worker import PackResult, PackTask, RolloutWorker
@@ -22,6 +27,11 @@ from verl_omni_core.workers.threads import environment
 from verl_omni_core.workers.train_group import TrainGroup, wait_all
 
 _CONCURRENCY = 1024
+_OF_THE_DRIVER: dict[str, Any] = {
+    "run": {"id", "store", "steps", "validate_every", "validate_before", "checkpoint_every", "images_every"},
+    **dict.fromkeys(("data", "weights", "durability", "tracking", "cluster"), True),
+}
+"""Settings that no actor is built from: living ones serve a run that goes on with others."""
 
 
 @dataclass
@@ -48,16 +58,20 @@ class Actors:
         return self.train_group
 
     @classmethod
-    def start_or_find(cls, config: RunConfig, run_id: str, epoch: int, *, trains: bool = True) -> "Actors":
+    def start_or_find(cls, config: RunConfig, run: RunFolder, epoch: int, *, trains: bool = True) -> "Actors":
         """Connect to the cluster, create the actors that do not live yet, and start their engines side by side.
 
+        Actors that this folder's run started with other settings, or a deleted run that had its place, are ended.
+
         Args:
+            run: whose actors; this process owns it.
             trains: whether there is a trainer.
 
         Raises:
             DeadlineError: they did not start within ``cluster.actor_timeout_s``. Else what an engine's start raised.
         """
-        namespace = _connect(config, run_id)
+        namespace = namespace_of(config, run)
+        end_actors(config.cluster, run.root, but=namespace)
         shares = _gpu_shares(config, trains)
         trainer = TrainGroup.start(config, namespace, epoch=epoch, num_gpus=shares.rank) if trains else None
         replicas = [_replica(config, namespace, i, shares.replica) for i in range(config.rollout.replicas)]
@@ -77,13 +91,14 @@ class Actors:
         return actors
 
     @classmethod
-    def find(cls, config: RunConfig, run_id: str, epoch: int, *, trains: bool = True) -> "Actors":
+    def find(cls, config: RunConfig, run: RunFolder, epoch: int, *, trains: bool = True) -> "Actors":
         """Return the actors of a run that another process started.
 
         Raises:
             StageLost: one of them does not live; start the run again.
         """
-        namespace = _connect(config, run_id)
+        namespace = namespace_of(config, run)
+        _connect(config.cluster)
         return cls(
             config,
             namespace,
@@ -161,18 +176,31 @@ class Actors:
             ray.kill(handle)
 
 
-def end_actors(config: RunConfig, run_id: str) -> int:
-    """End whatever lives of a run's actors; return how many did."""
-    namespace = _connect(config, run_id)
-    living = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == namespace]
-    for name in living:
-        ray.kill(_named(namespace, name))
-    return len(living)
+def end_actors(settings: ClusterSettings, root: Path, *, but: str | None = None) -> int:
+    """End whatever lives of the run in ``root``, or of one that was there; return how many actors did.
+
+    Args:
+        but: namespace that is spared.
+    """
+    _connect(settings)
+    ended, place = 0, _place(root)
+    for actor in list_named_actors(all_namespaces=True):
+        if actor["namespace"].startswith(place) and actor["namespace"] != but:
+            with suppress(ValueError):  # it ended by itself meanwhile
+                ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+                ended += 1
+    return ended
 
 
-def namespace_of(run_id: str) -> str:
-    """Return the Ray namespace of a run."""
-    return f"verl-omni-{run_id}"
+def namespace_of(config: RunConfig, run: RunFolder) -> str:
+    """Return the Ray namespace of a run's actors: one for each folder, run in it, and settings that they have."""
+    settings = config.model_dump(mode="json", exclude=_OF_THE_DRIVER)
+    return f"{_place(run.root)}{digest([run.uuid, settings])[:12]}"
+
+
+def _place(root: Path) -> str:
+    # the actors write into the folder, so all hosts of the cluster know it by this path
+    return f"verl-omni-{root.name}-{digest(os.path.realpath(root))[:12]}-"
 
 
 @dataclass(frozen=True)
@@ -195,11 +223,9 @@ def _gpus_wanted(config: RunConfig, trains: bool) -> int:
     return (config.training.ranks if trains else 0) + config.rollout.replicas * config.rollout.tensor_parallel
 
 
-def _connect(config: RunConfig, run_id: str) -> str:
-    namespace = namespace_of(run_id)
-    address = ray_head.given(config.cluster) or ray_head.wait(ray_head.launch(config.cluster))
-    ray_head.connect(address, namespace)
-    return namespace
+def _connect(settings: ClusterSettings) -> None:
+    address = ray_head.given(settings) or ray_head.wait(ray_head.launch(settings))
+    ray_head.connect(address, "verl-omni")
 
 
 def _replica(config: RunConfig, namespace: str, index: int, num_gpus: float) -> ActorHandle:

@@ -29,6 +29,11 @@ def test_origins_of_settings_are_kept_from_the_first_start(tmp_path):
     assert saved == {"profile": "demo", "run.steps": "--set run.steps=5"}
 
 
+def test_a_run_without_a_name_keeps_the_one_that_it_gets(tmp_path):
+    run = create_run(tmp_path, {"run": {"id": None, "steps": 5}}, code_version="1")
+    assert run.config == {"run": {"id": run.root.name, "steps": 5}}
+
+
 def test_an_id_that_exists_is_refused_and_one_that_is_illegal_too(tmp_path):
     create_run(tmp_path, CONFIG, code_version="1", run_id="a")
     with pytest.raises(StoreError, match=r"'a' exists .*resume it"):

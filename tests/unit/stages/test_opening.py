@@ -1,0 +1,250 @@
+"""Opening, resuming and breaking off a run, with a trainer that only keeps its version; living actors: tests/flows."""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_omni_core.errors import ConfigError, EngineError, StoreError
+from verl_omni_core.settings.loader import apply_overrides
+from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages import ending, evaluate, opening
+from verl_omni_core.stages.ending import let_go_on_failure
+from verl_omni_core.stages.opening import open_run, restore
+from verl_omni_core.stages.plan import plan
+from verl_omni_core.stages.session import let_go, session_of
+from verl_omni_core.stages.subjects import Evaluation
+from verl_omni_core.store import runs
+from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.lease import is_owned, take_ownership
+from verl_omni_core.training.checkpoint import INDEX_FILE
+
+
+@dataclass
+class _Trainer:
+    held: int = 0
+    loaded: list[str] = field(default_factory=list)
+    refused: set[int] = field(default_factory=set)
+
+    def version(self) -> int:
+        return self.held
+
+    def load_checkpoint(self, folder: str) -> int:
+        step = int(Path(folder).parents[2].name)
+        self.loaded.append(folder)
+        if step in self.refused:
+            raise StoreError("a tensor file changed after it was written")
+        self.held = step
+        return step
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the look at prompts and model, which has tests of its own and takes seconds."""
+    monkeypatch.setattr(opening, "check", lambda config: None)
+    monkeypatch.setattr(evaluate, "check", lambda config, splits: None)
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> _Trainer:
+    made = _Trainer()
+    actors = SimpleNamespace(trainer=made, describe_engines=list, stop=lambda: None)
+    monkeypatch.setattr(opening.Actors, "start_or_find", lambda *_, **__: actors)
+    monkeypatch.setattr(opening.Actors, "find", lambda *_, **__: actors)
+    return made
+
+
+def _settings(store: Path, *overrides: str) -> RunConfig:
+    base = ["rollout.name=diffusers", f"run.store={store}", "durability.min_free_gb=0", "tracking.tensorboard=false"]
+    return apply_overrides(RunConfig(), [*base, *overrides])
+
+
+def _opened(config: RunConfig) -> runs.RunFolder:
+    """Open a run, let go of it, and return its folder."""
+    ref = open_run(config)
+    let_go(ref.root)
+    return runs.open_run(Path(ref.root).parent, Path(ref.root).name)
+
+
+def _commit(root: Path, step: int, stage: str, content: bytes = b"{}") -> Path:
+    with take_ownership(root, "test") as own:
+        attempt = RunStore(root, epoch=own.epoch).attempt(step, stage, "key")
+        attempt.commit([attempt.write_file(INDEX_FILE, content)], rows=1, parents=[], producer={})
+        return attempt.folder / INDEX_FILE
+
+
+def test_a_run_that_was_started_without_a_name_is_resumed_by_the_one_that_it_got(tmp_path, trainer):
+    made = _opened(_settings(tmp_path))
+    assert made.config["run"]["id"] == made.run_id
+    again = _opened(_settings(tmp_path, f"run.id={made.run_id}"))
+    assert (again.root, again.uuid) == (made.root, made.uuid)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.steps=99",
+        "run.checkpoint_every=1",
+        "rollout.request_timeout_s=900",
+        "training.step_timeout_s=9",
+        "rollout.max_attempts=5",
+        "durability.min_free_gb=0.5",
+        "tracking.tensorboard=true",
+        "cluster.actor_timeout_s=99",
+        "algorithm.max_ratio_deviation=0.5",
+        "weights.probe=true",
+        "reward.max_invalid_fraction=0.5",
+    ],
+)
+def test_a_resumed_run_may_have_other_settings_that_change_no_result_and_keeps_them(tmp_path, trainer, override):
+    made = _opened(_settings(tmp_path, "run.id=a"))
+    as_made = (made.root / "run.json").read_bytes()
+    resumed = _settings(tmp_path, "run.id=a", override)
+    assert _opened(resumed).config == resumed.model_dump(mode="json") != made.config
+    assert (made.root / "run.json").read_bytes() == as_made
+    session = session_of(opening.RunRef(str(made.root), 99))
+    let_go(str(made.root))
+    assert session.config == resumed
+    assert [run.steps for run in runs.list_runs(tmp_path)] == [resumed.run.steps]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["run.seed=7", "training.learning_rate=1e-9", "rollout.group_size=2", "sampler.noise_level=0.1",
+     "data.shuffle=false", "training.max_consecutive_skips=9", "tracking.grid_prompts=2"],
+)  # fmt: skip
+def test_a_resumed_run_may_not_have_other_settings_that_change_a_result(tmp_path, trainer, override):
+    _opened(_settings(tmp_path, "run.id=a"))
+    with pytest.raises(ConfigError, match=f"exists with {override.split('=')[0]}"):
+        open_run(_settings(tmp_path, "run.id=a", override))
+    assert not is_owned(tmp_path / "a")
+
+
+def test_a_cosine_schedule_keeps_its_length(tmp_path, trainer):
+    _opened(_settings(tmp_path, "run.id=a", "training.schedule=cosine", "run.steps=20"))
+    with pytest.raises(ConfigError, match=r"run\.steps = 20, and now it is 40, but training\.schedule 'cosine'"):
+        open_run(_settings(tmp_path, "run.id=a", "training.schedule=cosine", "run.steps=40"))
+    _opened(_settings(tmp_path, "run.id=a", "training.schedule=cosine", "run.steps=20"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, trainer, caplog, monkeypatch):
+    root = _opened(_settings(tmp_path, "run.id=a")).root
+    files = {}
+    monkeypatch.setattr(opening, "plan", lambda run, step: None)
+    for step in (1, 2, 3):
+        _commit(root, step, "update")
+        files[step] = _commit(root, step, "checkpoint", b'{"step": %d}' % step)
+    trainer.refused = {2}
+    flipped = bytearray(files[3].read_bytes())
+    flipped[3] ^= 1
+    files[3].write_bytes(flipped)
+    from verl_omni_core.store import attempt
+
+    attempt._trusted.clear()  # as in a new process
+    with caplog.at_level(logging.WARNING):
+        open_run(_settings(tmp_path, "run.id=a"))
+    let_go(str(root))
+    assert trainer.held == 1
+    assert trainer.loaded == [str(files[2].parent), str(files[1].parent)]
+    assert [("of step 3" in r.message, "of step 2" in r.message) for r in caplog.records] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_other_training_prompts_under_the_same_file_name_are_told(tmp_path, trainer):
+    prompts = tmp_path / "prompts.jsonl"
+    asked = ("run.id=a", f"data.train={prompts}", "data.prompts_per_step=1")
+    prompts.write_text('{"prompt": "draw", "ground_truth": "A"}\n')
+    ref = open_run(_settings(tmp_path / "runs", *asked))
+    plan(ref, 1)
+    let_go(ref.root)
+    _commit(Path(ref.root), 1, "update")
+    _opened(_settings(tmp_path / "runs", *asked))
+    prompts.write_text('{"prompt": "draw", "ground_truth": "B"}\n')
+    with pytest.raises(StoreError, match="'plan' of step 1 is committed"):
+        open_run(_settings(tmp_path / "runs", *asked))
+    assert not is_owned(Path(ref.root))
+
+
+def test_a_checkpoint_without_its_steps_update_is_not_taken(tmp_path, trainer, monkeypatch):
+    root = _opened(_settings(tmp_path, "run.id=a")).root
+    monkeypatch.setattr(opening, "plan", lambda run, step: None)
+    _commit(root, 1, "update")
+    _commit(root, 2, "checkpoint")
+    ref = open_run(_settings(tmp_path, "run.id=a"))
+    restore(session_of(ref))
+    let_go(ref.root)
+    assert trainer.loaded == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(EngineError("no"), "failed"), (KeyboardInterrupt(), "stopped"), (SystemExit(1), "stopped")],
+)
+def test_a_run_that_breaks_off_says_so_and_lets_go(tmp_path, trainer, error, status, caplog):
+    ref = open_run(_settings(tmp_path, "run.id=a", "tracking.tensorboard=true"))
+    session = session_of(ref)
+    session.folder().write_progress(status="running", step=4, reward=0.5)
+    closed: list[Any] = []
+    session.tracker.close = lambda: closed.append(1)
+    with pytest.raises(type(error)) as raised, caplog.at_level(logging.WARNING), let_go_on_failure(ref):
+        raise error
+    assert raised.value is error
+    [summary] = runs.list_runs(tmp_path)
+    assert (summary.status, summary.reward) == (status, 0.5)
+    assert not is_owned(tmp_path / "a") and closed == [1]
+    assert f"verl-omni teardown a --store {tmp_path}" in caplog.text
+
+
+def test_what_fails_afterwards_does_not_hide_why_the_run_broke_off(tmp_path, trainer, monkeypatch, caplog):
+    ref = open_run(_settings(tmp_path, "run.id=a"))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(runs.RunFolder, "write_progress", refuse)
+    with pytest.raises(EngineError, match="the first fault"), let_go_on_failure(ref):
+        raise EngineError("the first fault")
+    assert not is_owned(tmp_path / "a") and "the disk is full" in caplog.text
+
+
+def test_a_fenced_run_leaves_the_status_to_its_new_owner(tmp_path, trainer):
+    ref = open_run(_settings(tmp_path, "run.id=a"))
+    session_of(ref).ownership.release()
+    newer = open_run(_settings(tmp_path, "run.id=a"))
+    with pytest.raises(EngineError), let_go_on_failure(ref):
+        raise EngineError("a zombie's")
+    assert runs.open_run(tmp_path, "a")._progress()["status"] == "running"
+    let_go(newer.root)
+
+
+def test_a_start_that_fails_lets_go(tmp_path, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise EngineError("no engine")
+
+    monkeypatch.setattr(opening.Actors, "start_or_find", refuse)
+    with pytest.raises(EngineError, match="no engine"):
+        open_run(_settings(tmp_path, "run.id=a"))
+    assert [run.status for run in runs.list_runs(tmp_path)] == ["failed"]
+    assert not is_owned(tmp_path / "a")
+
+
+def test_an_evaluation_that_cannot_start_ends_its_actors(tmp_path, monkeypatch):
+    ended: list[Path] = []
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a cluster is up, as far as this shows
+    monkeypatch.setattr(ending, "end_actors", lambda settings, root: ended.append(root))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise EngineError("no engine")
+
+    monkeypatch.setattr(evaluate.Actors, "start_or_find", refuse)
+    with pytest.raises(EngineError, match="no engine"):
+        evaluate.open_evaluation(Evaluation("x", _settings(tmp_path, "run.id=judged"), ()))
+    assert ended == [tmp_path / "judged"]
+    assert [run.status for run in runs.list_runs(tmp_path)] == ["failed"]
+    assert not is_owned(tmp_path / "judged")
