@@ -133,13 +133,14 @@ def plain(home: Path, store: Path) -> Iterator[tuple[Ran, Broken]]:
     """The same settings with two replicas as plain Python, in three pieces.
 
     One step; then, on the living actors, up to the moment before the last checkpoint, where the run stops and all
-    actors are killed; then the rest from the last checkpoint and the stored batches.
+    actors are killed; then the rest from the last checkpoint and the stored batches. In the second piece one replica,
+    then both replicas, then the reward worker are killed under the run.
     """
     name = "plain"
     first = small.settings(name, store, rollout__replicas=2, run__steps=1)
     whole = small.settings(name, store, rollout__replicas=2)
     ran = Ran(whole, "")
-    pids = []
+    pids: list[int] = []
 
     def note_and_stop() -> None:
         pids.append(ran.actors().trainer.states()[0].pid)
@@ -148,7 +149,13 @@ def plain(home: Path, store: Path) -> Iterator[tuple[Ran, Broken]]:
     try:
         train(first)
         pids.append(ran.actors().trainer.states()[0].pid)
-        with small.before(small.STEPS, "checkpoint", note_and_stop), pytest.raises(small.Stopped):
+        with (
+            small.before(2, "rollout", lambda: small.kill(ran.actors().replicas[:1])),
+            small.before(3, "rollout", lambda: small.kill(ran.actors().replicas)),
+            small.before(3, "reward", lambda: small.kill(ran.actors().reward_workers)),
+            small.before(small.STEPS, "checkpoint", note_and_stop),
+            pytest.raises(small.Stopped),
+        ):
             train(whole)
         ran.end()
         ran.summary = train(whole)
