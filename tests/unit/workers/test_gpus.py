@@ -31,8 +31,7 @@ def test_each_rank_and_engine_has_its_own_gpus_and_one_pair_shares_the_only_one(
 
 @pytest.mark.parametrize(
     ("ranks", "replicas", "tensor_parallel", "total", "wanted"),
-    [(2, 1, 1, 1, 3), (1, 2, 1, 1, 3), (1, 1, 2, 1, 3), (0, 1, 2, 1, 2), (2, 1, 1, 2, 3), (4, 4, 1, 4, 8)]
-    + [(4, 3, 2, 8, 10)],
+    [(2, 1, 1, 1, 3), (1, 2, 1, 1, 3), (1, 1, 2, 1, 3), (0, 1, 2, 1, 2), (2, 1, 1, 2, 3), (4, 3, 2, 8, 10)],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_both_numbers(
     ranks: int, replicas: int, tensor_parallel: int, total: int, wanted: int
