@@ -64,8 +64,21 @@ class Ranks:
 
 def open_rendezvous(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
     """Open the store through which ranks meet, on a free port of ``host``; rank 0 calls this and keeps the store."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    return store, store.port
+    # the store asks for no password, and left to itself it listens on every address of the machine
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.bind(address)
+        listening.listen()
+        port = int(listening.getsockname()[1])
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listening.detach(),  # the store closes it
+        )
+    return store, port
 
 
 def join(

@@ -233,7 +233,9 @@ def engine_options(config: RunConfig) -> EngineOptions:
 
 
 def end_actors(config: RunConfig, run_id: str) -> int:
-    """End whatever lives of a run's actors; return how many did."""
+    """End whatever lives of a run's actors; return how many did. Where no cluster runs there are none."""
+    if ray_head.existing(config.cluster) is None:
+        return 0
     namespace = _connect(config, run_id)
     living = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == namespace]
     for name in living:
