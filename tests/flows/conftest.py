@@ -126,6 +126,8 @@ class Broken:
     trainer_before: int
     trainer_resumed: int
     """Process ids of the trainer in the first piece of the run and in its continuation."""
+    pools: list[dict[str, int]]
+    """Process ids of replicas and workers, by name, at the same moments."""
 
 
 @pytest.fixture(scope="package")
@@ -134,7 +136,7 @@ def plain(home: Path, store: Path) -> Iterator[tuple[Ran, Broken]]:
 
     One step; then, on the living actors, up to the moment before the last checkpoint, where the run stops and all
     actors are killed; then the rest from the last checkpoint and the stored batches. In the second piece one replica,
-    then both replicas, then the reward worker are killed under the run.
+    then the reward worker, then both replicas are killed under the run.
     """
     name = "plain"
     first = small.settings(name, store, rollout__replicas=2, run__steps=1)
@@ -142,24 +144,31 @@ def plain(home: Path, store: Path) -> Iterator[tuple[Ran, Broken]]:
     ran = Ran(whole, "")
     pids: list[int] = []
 
+    pools: list[dict[str, int]] = []
+
+    def note() -> None:
+        actors = ran.actors()
+        pids.append(actors.trainer.states()[0].pid)
+        pools.append(small.process_ids(actors.pools()))
+
     def note_and_stop() -> None:
-        pids.append(ran.actors().trainer.states()[0].pid)
+        note()
         small.stop()
 
     try:
         train(first)
-        pids.append(ran.actors().trainer.states()[0].pid)
+        note()
         with (
-            small.before(2, "rollout", lambda: small.kill(ran.actors().replicas[:1])),
-            small.before(3, "rollout", lambda: small.kill(ran.actors().replicas)),
-            small.before(3, "reward", lambda: small.kill(ran.actors().reward_workers)),
+            small.before(2, "rollout", lambda: small.kill(ran.actors().pools(), "replica-0")),
+            small.before(2, "reward", lambda: small.kill(ran.actors().pools(), "reward-0")),
+            small.before(3, "rollout", lambda: small.kill(ran.actors().pools(), "replica-0", "replica-1")),
             small.before(small.STEPS, "checkpoint", note_and_stop),
             pytest.raises(small.Stopped),
         ):
             train(whole)
         ran.end()
         ran.summary = train(whole)
-        yield ran, Broken(*pids)
+        yield ran, Broken(*pids, pools)
     finally:
         ran.end()
 

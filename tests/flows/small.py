@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,16 @@ def stop() -> None:
     raise Stopped
 
 
-def kill(actors: Sequence[Any]) -> None:
-    """End the processes of actors, as a crash would."""
-    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors], timeout=60)
-    processes = [psutil.Process(pid) for pid in pids]
+def process_ids(actors: Mapping[str, Any]) -> dict[str, int]:
+    """Return the process of each actor, by its name."""
+    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors.values()], timeout=60)
+    return dict(zip(actors, pids, strict=True))
+
+
+def kill(actors: Mapping[str, Any], *names: str) -> None:
+    """End the processes of some actors, as a crash would."""
+    pids = process_ids(actors)
+    processes = [psutil.Process(pids[name]) for name in names]
     for process in processes:
         process.send_signal(signal.SIGKILL)
     assert not psutil.wait_procs(processes, timeout=30)[1]

@@ -104,7 +104,7 @@ class Actors:
         Raises:
             As :meth:`start_or_find` and :meth:`load_weights`.
         """
-        lost = _lost(self._pools())
+        lost = _lost(self.pools())
         for name, handle in lost.items():
             ray.kill(handle)
             _wait_for_end(self.namespace, name)
@@ -180,11 +180,11 @@ class Actors:
         """End every actor of the namespace."""
         if self.train_group is not None:
             self.train_group.stop()
-        for handle in self._pools().values():
+        for handle in self.pools().values():
             ray.kill(handle)
 
-    def _pools(self) -> dict[str, ActorHandle]:
-        """Return all but the trainer's ranks, by name."""
+    def pools(self) -> dict[str, ActorHandle]:
+        """Return the replicas and workers, all but the trainer's ranks, by name."""
         kinds = {"rollout": self.rollout_workers, "reward": self.reward_workers, "replica": self.replicas}
         return {f"{kind}-{index}": handle for kind, handles in kinds.items() for index, handle in enumerate(handles)}
 
