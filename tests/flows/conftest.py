@@ -22,7 +22,8 @@ from verl_omni_core.cluster.start import start
 from verl_omni_core.settings.run import ClusterSettings, RunConfig
 from verl_omni_core.store.runs import open_run
 from verl_omni_core.train import train
-from verl_omni_core.workers.actors import Actors, end_actors
+from verl_omni_core.workers.actors import Actors
+from verl_omni_core.workers.namespaces import end_actors
 
 LIMIT_S = 480
 COMMAND = [sys.executable, "-c", "from verl_omni_core.cli.main import app; app()"]
@@ -127,6 +128,8 @@ class Broken:
     trainer_before: int
     trainer_resumed: int
     """Process ids of the trainer in the first piece of the run and in its continuation."""
+    pools: list[dict[str, int]]
+    """Process ids of replicas and workers, by name, at the same moments."""
 
 
 @pytest.fixture(scope="package")
@@ -134,26 +137,40 @@ def plain(home: Path, store: Path) -> Iterator[tuple[Ran, Broken]]:
     """The same settings with two replicas as plain Python, in three pieces.
 
     One step; then, on the living actors, up to the moment before the last checkpoint, where the run stops and all
-    actors are killed; then the rest from the last checkpoint and the stored batches.
+    actors are killed; then the rest from the last checkpoint and the stored batches. In the second piece one replica,
+    then the reward worker, then both replicas are killed under the run.
     """
     name = "plain"
     first = small.settings(name, store, rollout__replicas=2, run__steps=1)
     whole = small.settings(name, store, rollout__replicas=2)
     ran = Ran(whole, "")
-    pids = []
+    pids: list[int] = []
+
+    pools: list[dict[str, int]] = []
+
+    def note() -> None:
+        actors = ran.actors()
+        pids.append(actors.trainer.states()[0].pid)
+        pools.append(small.process_ids(actors.pools()))
 
     def note_and_stop() -> None:
-        pids.append(ran.actors().trainer.states()[0].pid)
+        note()
         small.stop()
 
     try:
         train(first)
-        pids.append(ran.actors().trainer.states()[0].pid)
-        with small.before(small.STEPS, "checkpoint", note_and_stop), pytest.raises(small.Stopped):
+        note()
+        with (
+            small.before(2, "rollout", lambda: small.kill(ran.actors().pools(), "replica-0")),
+            small.before(2, "reward", lambda: small.kill(ran.actors().pools(), "reward-0")),
+            small.before(3, "rollout", lambda: small.kill(ran.actors().pools(), "replica-0", "replica-1")),
+            small.before(small.STEPS, "checkpoint", note_and_stop),
+            pytest.raises(small.Stopped),
+        ):
             train(whole)
         ran.end()
         ran.summary = train(whole)
-        yield ran, Broken(*pids)
+        yield ran, Broken(*pids, pools)
     finally:
         ran.end()
 

@@ -1,12 +1,18 @@
 """The demo at a scale of seconds, and ways to interfere with it between two stages."""
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
 
 from verl_omni_core.settings.loader import load
 from verl_omni_core.settings.run import RunConfig
-from verl_omni_core.stages.observe import Silent, observe_with
+from verl_omni_core.stages.observe import Silent, observe_with, observer
 
 DEMO = "glyph-flow_grpo-ocr-cpu"
 PROMPTS, GROUP, STEPS = 6, 4, 4
@@ -58,9 +64,10 @@ class Stopped(Exception):
 
 class _Before(Silent):
     def __init__(self, step: int, stage: str, action: Callable[[], None]) -> None:
-        self.at, self.action = (step, stage), action
+        self.at, self.action, self.others = (step, stage), action, observer()
 
     def stage(self, step: int, name: str) -> None:
+        self.others.stage(step, name)
         if (step, name) == self.at:
             self.action()
 
@@ -77,6 +84,21 @@ def before(step: int, stage: str, action: Callable[[], None]) -> Iterator[None]:
 
 def stop() -> None:
     raise Stopped
+
+
+def process_ids(actors: Mapping[str, Any]) -> dict[str, int]:
+    """Return the process of each actor, by its name."""
+    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors.values()], timeout=60)
+    return dict(zip(actors, pids, strict=True))
+
+
+def kill(actors: Mapping[str, Any], *names: str) -> None:
+    """End the processes of some actors, as a crash would."""
+    pids = process_ids(actors)
+    processes = [psutil.Process(pids[name]) for name in names]
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    assert not psutil.wait_procs(processes, timeout=30)[1]
 
 
 def gap(one: Mapping[str, object], other: Mapping[str, object]) -> float:

@@ -52,6 +52,14 @@ def test_more_steps_go_on_with_living_actors(plain: tuple[Ran, Broken]) -> None:
     assert plain[1].trainer_before == plain[1].trainer_resumed
 
 
+def test_killed_replicas_and_workers_were_rebuilt_within_the_run(plain: tuple[Ran, Broken]) -> None:
+    before, after = plain[1].pools
+    assert set(before) == set(after) == {"replica-0", "replica-1", "reward-0", "rollout-0"}
+    assert {name for name in before if before[name] == after[name]} == {"rollout-0"}
+    scores = plain[0].recorded.table(3, "rollout", "scores")
+    assert set(scores["status"].to_pylist()) == {"ok"}
+
+
 def test_each_optimizer_step_is_in_the_ledger_once(flow: Ran, plain: tuple[Ran, Broken]) -> None:
     from verl_omni_core.store.ledger import Ledger
 

@@ -13,7 +13,7 @@ from diffusers import StableDiffusion3Pipeline
 
 from tests.parity.engine_process import EngineProcess, Pipeline, adapter_update
 from verl_omni_core import registry
-from verl_omni_core.errors import ConfigError, ContractError
+from verl_omni_core.errors import ConfigError, ContractError, EngineError
 from verl_omni_core.models import sd3
 from verl_omni_core.rollout._contract import DiffusionOutput, PackPosition, SampleRequest
 from verl_omni_core.weights.checksum import checksum
@@ -209,6 +209,9 @@ def test_adapter_from_memory_equals_peft(pipeline: Pipeline, omni: EngineProcess
     nowhere = {name.replace("transformer_blocks", "blocks"): tensor for name, tensor in update.tensors.items()}
     with pytest.raises(ContractError, match=r"only 0 of \d+ LoRA modules"):
         omni.call("load_weights", replace(update, version=3, tensors=nowhere))
+    with pytest.raises(EngineError, match="takes no request: loading version 3"):
+        omni.call("generate", requests[0])
+    assert omni.call("load_weights", following) == loaded
     assert _gap(ours, omni.each("generate", requests)) == 0
     nothing = {name: tensor * ("lora_A" in name) for name, tensor in update.tensors.items()}
     for engine in (omni, reference):

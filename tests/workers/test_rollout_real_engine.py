@@ -53,7 +53,7 @@ def rollout(pipeline: str, store: RunStore, pack_size: int) -> ArtifactRef:
             prompts, requests = planned(training_sampling(SETTINGS, 1))
             packs = packs_of(prompts, requests, attempt, pack_size=pack_size, weights_version=0, score=True)
             results = await asyncio.gather(*(worker.run_pack(pack) for pack in packs))
-            assert [result.first_error for result in results] == [None] * len(packs)
+            assert [result.error for result in results] == [None] * len(packs)
             files = [file for result in results for file in result.files]
             return attempt.commit(files, rows=PROMPTS * GROUP, parents=[], producer={})
         finally:

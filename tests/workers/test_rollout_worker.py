@@ -138,7 +138,7 @@ def test_a_failed_sample_is_a_row_with_its_error_in_a_table_of_its_own(store: Ru
     bad = identity.sample_seed(1, 1, 6)
     ref, results = rollout(store, Client(fail=lambda r: ValueError("not drawable") if r.seed == bad else None))
     assert [result.failed for result in results] == [0, 1, 0]
-    assert "not drawable" in str(results[1].first_error)
+    assert "not drawable" in str(results[1].error)
     failed = store.table(ref, "trajectories_failed").to_pylist()
     assert [(row["sample_index"], row["status"], row["error_class"]) for row in failed] == [(6, "failed", "ValueError")]
     indices = store.table(ref, "trajectories")["sample_index"].to_pylist()
@@ -157,7 +157,7 @@ def test_a_pack_of_failures_leaves_only_its_failures(store: RunStore) -> None:
 def test_a_sample_of_another_policy_version_fails(store: RunStore) -> None:
     _, results = rollout(store, Client(version=3))
     assert sum(result.failed for result in results) == PROMPTS * GROUP
-    assert "weights version 3, expected 0" in str(results[0].first_error)
+    assert "weights version 3, expected 0" in str(results[0].error)
 
 
 def test_validation_stores_pictures_and_no_latents(store: RunStore) -> None:

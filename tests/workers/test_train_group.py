@@ -117,7 +117,7 @@ def test_a_dead_rank_ends_the_group_and_a_fresh_one_goes_on_from_the_checkpoint(
     root, refs = run
     group.save_checkpoint(str(tmp_path / "checkpoint"))
     os.kill(group.states()[1].pid, 9)
-    with pytest.raises(StageLost, match="rank 1 of 2 died"):
+    with pytest.raises(StageLost, match="actor 1 of 2 died"):
         group.update_actor(command(root, refs[2], 2, epoch=5))
     fresh = TrainGroup.start(settings, f"{NAMESPACE}-again")
     fresh.wait_until_ready(START_S)

@@ -29,9 +29,11 @@ def given() -> str | None:
 
 def launch() -> services.Service:
     """Start the server unless it runs; return at once."""
-    running = services.find(NAME)
-    if running is not None:
-        return running
+    with services.locked(NAME):
+        return services.find(NAME) or _launch()
+
+
+def _launch() -> services.Service:
     port = services.free_port()
     address = f"http://127.0.0.1:{port}/api"
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]

@@ -43,9 +43,17 @@ def launch(settings: ClusterSettings) -> services.Service:
     Raises:
         ConfigError: shared memory is too small for the object store.
     """
-    running = services.find(NAME)
-    if running is not None:
-        return running
+    with services.locked(NAME):
+        return services.find(NAME) or _launch(settings)
+
+
+def existing(settings: ClusterSettings) -> str | None:
+    """Return the address of a given cluster, or of the local head if it runs; starts nothing."""
+    head = services.find(NAME)
+    return given(settings) or (head.address if head is not None else None)
+
+
+def _launch(settings: ClusterSettings) -> services.Service:
     size = settings.object_store_mb * 2**20
     if SHM.exists() and shutil.disk_usage(SHM).free < size:
         free_mb = shutil.disk_usage(SHM).free // 2**20

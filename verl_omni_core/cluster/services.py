@@ -4,13 +4,15 @@ Each service is one process group with its output in a log file. A small JSON fi
 command finds them and ``verl-omni down`` stops exactly these. All of them bind to loopback.
 """
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from verl_omni_core.errors import DeadlineError, EngineError
 
 STOP_GRACE_S = 5.0  # a Ray head would drain for half a minute
 POLL_S = 0.2
+LOCK_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,28 @@ def find(name: str) -> Service | None:
     return service if service.is_alive() else None
 
 
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Keep other processes out while this one looks for a service and starts it, so that no second one is started.
+
+    Raises:
+        DeadlineError: another process holds the lock; a start takes a moment, the waiting until it is ready needs none.
+    """
+    deadline = time.monotonic() + LOCK_S
+    with (home() / f"{name}.lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"another process has been starting or stopping {name} for {LOCK_S:.0f} s; see {file.name}"
+                    ) from None
+                time.sleep(POLL_S)
+        yield
+
+
 def launch(name: str, command: list[str], address: str, environment: dict[str, str]) -> Service:
     """Start ``command`` in its own session with its output in a log file, and remember it."""
     log = home() / f"{name}.log"
@@ -100,6 +125,11 @@ def wait_until(service: Service, is_ready: Callable[[], bool], timeout_s: float)
 
 def stop(name: str) -> bool:
     """Stop a remembered service and everything it started; return whether one ran."""
+    with locked(name):
+        return _stop(name)
+
+
+def _stop(name: str) -> bool:
     service = find(name)
     (home() / f"{name}.json").unlink(missing_ok=True)
     if service is None:

@@ -1,8 +1,10 @@
 """The reference engine: diffusers' own network in this process, for parity and where vLLM-Omni cannot be installed."""
 
 import asyncio
+import itertools
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import diffusers
@@ -59,6 +61,7 @@ class DiffusersEngine:
             max_batch=options.max_batch,
         )
         self._version = 0
+        self._loads = itertools.count(1)
         self._requests = 0
         self._asleep = False
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
@@ -92,7 +95,8 @@ class DiffusersEngine:
         """Load a policy version between two batches.
 
         Raises:
-            ContractError: a tensor without a place in the network; the weights stay as they were.
+            ContractError: a tensor without a place of its shape in the network, or one that stands there otherwise than
+            it was sent; the weights stay as they were.
         """
         self._check_open()
         _weights.check_update(update)
@@ -174,19 +178,31 @@ class DiffusersEngine:
             waiting.done.set_result((result, version))
 
     def _load_lora(self, update: WeightUpdate) -> int:
-        from peft import LoraConfig, set_peft_model_state_dict
+        from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
         modules = _weights.lora_modules(update.tensors)
         names = {name.replace(".base_layer", "") for name, _ in self._network.named_modules()}
         bound = _weights.check_bound(modules, names, "LoRA modules")
-        if _ADAPTER in getattr(self._network, "peft_config", {}):
-            self._network.delete_adapters(_ADAPTER)
         config = LoraConfig(**_weights.peft_fields(update.peft_config, list(modules)))
-        self._network.add_adapter(config, adapter_name=_ADAPTER)
         state = {_weights.strip_prefix(name): tensor for name, tensor in update.tensors.items()}
-        unexpected = set_peft_model_state_dict(self._network, state, adapter_name=_ADAPTER).unexpected_keys
-        if unexpected:
-            raise ContractError(f"the network has no place for {sorted(unexpected)[:4]}; check model.lora.targets")
+        before = list(getattr(self._network, "peft_config", {}))
+        name = f"{_ADAPTER}-{next(self._loads)}"
+        try:
+            self._network.add_adapter(config, adapter_name=name)
+            unexpected = set_peft_model_state_dict(self._network, state, adapter_name=name).unexpected_keys
+            if unexpected:
+                raise ContractError(f"the network has no place for {sorted(unexpected)[:4]}; check model.lora.targets")
+            _check_standing(get_peft_model_state_dict(self._network, adapter_name=name), state)
+        except Exception as error:
+            if name in getattr(self._network, "peft_config", {}):
+                self._network.delete_adapters(name)
+            if before:
+                self._network.set_adapter(before)
+            if isinstance(error, VerlOmniError):
+                raise
+            raise ContractError(f"the adapter does not fit into the network: {error}") from error
+        if before:
+            self._network.delete_adapters(before)
         self._network.requires_grad_(False)
         return bound
 
@@ -196,8 +212,23 @@ class DiffusersEngine:
         own = self._network.state_dict()
         bound = _weights.check_bound(update.tensors, own, "parameters")
         _weights.check_bound([name for name, _ in self._network.named_parameters()], update.tensors, "own parameters")
+        wrong = [name for name, tensor in update.tensors.items() if tensor.shape != own[name].shape]
+        if wrong:
+            raise ContractError(
+                f"{wrong[0]} was sent with shape {tuple(update.tensors[wrong[0]].shape)}, the network has "
+                f"{tuple(own[wrong[0]].shape)}; send the weights of the engine's model"
+            )
         self._network.load_state_dict(dict(update.tensors), strict=False)
+        _check_standing(self._network.state_dict(), update.tensors)
         return bound
+
+
+def _check_standing(standing: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor]) -> None:
+    """Compare what stands in the network with what was sent, bit for bit in the network's dtype."""
+    for name, tensor in sent.items():
+        now = standing.get(name)
+        if now is None or not torch.equal(now, tensor.to(now.device, now.dtype)):
+            raise ContractError(f"{name} does not stand in the network as it was sent; start a new engine")
 
 
 def _fail(waiting: _Waiting, error: Exception) -> None:

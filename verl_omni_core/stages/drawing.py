@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
-from verl_omni_core.errors import EngineError
+from verl_omni_core.errors import StageLost, VerlOmniError
 from verl_omni_core.stages.session import Session
 from verl_omni_core.store.attempt import Attempt
 from verl_omni_core.store.manifest import FileRecord
@@ -16,8 +16,8 @@ def draw(
 ) -> tuple[list[FileRecord], list[Mapping[str, float]]]:
     """Draw every request and return the files of all shards and the timings of the samples drawn now.
 
-    A pack whose samples did not all succeed is drawn again, up to ``rollout.max_attempts`` times; one that an earlier
-    attempt of the same key finished is taken over.
+    A pack whose samples did not all succeed is drawn again, up to ``rollout.max_attempts`` times, if that may help; one
+    that an earlier attempt of the same key finished is taken over.
 
     Args:
         attempt: where shards are written.
@@ -26,7 +26,8 @@ def draw(
         validate: whether these are held-out samples, whose trajectories are not kept.
 
     Raises:
-        EngineError: a pack failed in every attempt; names its first error.
+        StageLost: replicas died; once they are rebuilt only the missing packs are drawn. Else what the samples of a
+            pack failed with in the last try, a failure that no retry helps before others. Other packs stay finished.
     """
     packs = packs_of(
         prompts,
@@ -41,31 +42,37 @@ def draw(
     files = [file for pack in packs if pack.shard in finished for file in attempt.adopt(finished[pack.shard]).files]
     timings: list[Mapping[str, float]] = []
     left = [pack for pack in packs if pack.shard not in finished]
-    errors: list[str] = []
-    for _ in range(session.config.rollout.max_attempts):
-        left, errors = _draw_packs(session, attempt, left, files, timings)
-        if not left:
-            return files, timings
-    raise EngineError(
-        f"{len(left)} of {len(packs)} packs of {attempt.stage} failed {session.config.rollout.max_attempts} times; "
-        f"the first error: {errors[0]}"
-    )
+    tries = 0
+    while left:
+        left, errors = _draw_packs(session, left, files, timings)
+        tries += 1
+        if left:
+            _raise_final(errors, tries, session.config.rollout.max_attempts, f"{len(packs)} packs of {attempt.stage}")
+    return files, timings
 
 
 def _draw_packs(
-    session: Session,
-    attempt: Attempt,
-    packs: Sequence[PackTask],
-    files: list[FileRecord],
-    timings: list[Mapping[str, float]],
-) -> tuple[list[PackTask], list[str]]:
+    session: Session, packs: Sequence[PackTask], files: list[FileRecord], timings: list[Mapping[str, float]]
+) -> tuple[list[PackTask], list[VerlOmniError]]:
     failed, errors = [], []
     for pack, result in zip(packs, session.actors.run_packs(packs), strict=True):
-        if result.failed:
+        if result.error is not None:
             failed.append(pack)
-            errors.append(str(result.first_error))
+            errors.append(result.error)
             continue
-        attempt.finish_shard(pack.shard, result.files)
         files.extend(result.files)
         timings.extend(result.metrics)
     return failed, errors
+
+
+def _raise_final(errors: Sequence[VerlOmniError], tries: int, most: int, what: str) -> None:
+    """Raise the error that decides, unless another try with the same actors may help."""
+    final = [error for error in errors if not error.retryable]
+    lost = [error for error in errors if isinstance(error, StageLost)]
+    if tries < most and not (final or lost):
+        return
+    error = (final or lost or list(errors))[0]
+    times = "once" if tries == 1 else f"{tries} times"
+    raise type(error)(
+        f"{len(errors)} of {what} failed {times}; the first error: {type(error).__name__}: {error}"
+    ) from error

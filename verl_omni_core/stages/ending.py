@@ -13,7 +13,7 @@ from verl_omni_core.stages.session import RunRef, let_go
 from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store.lease import check_epoch, describe_holder, is_owned
 from verl_omni_core.store.runs import open_run, steps_done
-from verl_omni_core.workers.actors import end_actors
+from verl_omni_core.workers.namespaces import end_actors
 
 logger = logging.getLogger(__name__)
 

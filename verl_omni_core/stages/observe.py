@@ -5,11 +5,15 @@ display of the command line, if there is one, hears of it.
 """
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from verl_omni_core.errors import StageLost
 from verl_omni_core.stages.session import RunRef, session_of
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +59,11 @@ def observe_with(display: Observer) -> Callable[[], None]:
 def stage(
     name: str,
 ) -> Callable[[Callable[Concatenate[RunRef, int, P], R]], Callable[Concatenate[RunRef, int, P], R]]:
-    """Give a stage function ``(run, step, ...)`` its span under ``name``."""
+    """Give a stage function ``(run, step, ...)`` its span under ``name``, and a second try if it lost an actor.
+
+    Before the second try the replicas and workers that died are rebuilt. It is a try like any later one: what is
+    committed and the finished shards of the first one stay.
+    """
 
     def decorate(function: Callable[Concatenate[RunRef, int, P], R]) -> Callable[Concatenate[RunRef, int, P], R]:
         @functools.wraps(function)
@@ -63,7 +71,13 @@ def stage(
             observer().stage(step, name)
             started = time.perf_counter()
             session_of(run).begins.setdefault(step, {}).setdefault(name, started)  # a retry does not begin it anew
-            result = function(run, step, *args, **kwargs)
+            try:
+                result = function(run, step, *args, **kwargs)
+            except StageLost as lost:
+                if not session_of(run).actors.repair():
+                    raise
+                logger.warning("step %d: %s is done again, with new actors for those that died: %s", step, name, lost)
+                result = function(run, step, *args, **kwargs)
             session_of(run).spans.setdefault(step, {})[name] = time.perf_counter() - started
             return result
 

@@ -48,6 +48,8 @@ def reward(run: RunRef, step: int, planned: ArtifactRef, samples: ArtifactRef) -
 def score_samples(session: Session, samples: ArtifactRef, prompts: pa.Table) -> tuple[pa.Table, pa.Table]:
     """Return the long and the wide reward table of committed samples, in canonical order.
 
+    A score that could not be had while sampling is tried once more: reward workers may have been lost then.
+
     Args:
         samples: an artifact with ``media`` and, where samples were scored as they came, ``scores``.
         prompts: the prompts of the samples, by ``uid``.
@@ -60,7 +62,8 @@ def score_samples(session: Session, samples: ArtifactRef, prompts: pa.Table) -> 
     if missing:
         items = _items(media, prompts, missing)
         for item, scores in zip(items, session.actors.score(items), strict=True):
-            found[item.sample_id] = dict(scores)
+            had = {name: score for name, score in found.get(item.sample_id, {}).items() if score.value is not None}
+            found[item.sample_id] = {**scores, **had}
     ordered = [found[sample_id] for sample_id in ids]
     settings = session.config.reward
     _check(session, ids, ordered)
@@ -76,7 +79,9 @@ def score_samples(session: Session, samples: ArtifactRef, prompts: pa.Table) -> 
 
 
 def _lacks(session: Session, scores: dict[str, Score] | None) -> bool:
-    return scores is None or any(scorer.name not in scores for scorer in session.config.reward.scorers)
+    return scores is None or any(
+        scorer.name not in scores or scores[scorer.name].value is None for scorer in session.config.reward.scorers
+    )
 
 
 def _items(media: pa.Table, prompts: pa.Table, rows: list[int]) -> list[ScoringItem]:

@@ -62,10 +62,31 @@ class Ranks:
         return result
 
 
-def open_rendezvous(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """Open the store through which ranks meet, on a free port of ``host``; rank 0 calls this and keeps the store."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    return store, store.port
+def open_rendezvous(host: str, timeout_s: float, port: int = 0) -> tuple[dist.TCPStore, int]:
+    """Open the store through which ranks meet; rank 0 calls this and keeps the store.
+
+    Args:
+        host: address that it listens on, alone.
+        timeout_s: deadline of meeting.
+        port: 0 for a free one.
+    Returns: the store and its port.
+    """
+    # the store asks for no password, and left to itself it listens on every address of the machine
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address[0], port, *address[2:]))
+        listening.listen()
+        port = int(listening.getsockname()[1])
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listening.detach(),  # the store closes it
+        )
+    return store, port
 
 
 def join(

@@ -1,37 +1,35 @@
 """The live actors of a run: named, detached, in a namespace of their own, so that any later process finds them."""
 
-import os
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.util import list_named_actors
 
-from verl_omni_core.cluster import ray_head
-from verl_omni_core.errors import ContractError, StageLost
-from verl_omni_core.identity import digest
+from verl_omni_core.errors import ContractError, EngineError
 from verl_omni_core.rewards._contract import Score, ScoringItem
 from verl_omni_core.rollout._contract import DiffusionOutput, EngineInfo, LoadedWeights, SampleRequest
 from verl_omni_core.rollout._options import engine_options
-from verl_omni_core.settings.run import ClusterSettings, RunConfig
+from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.runs import RunFolder
+from verl_omni_core.workers.gpus import GpuShares, gpu_shares
+from verl_omni_core.workers.namespaces import connect, end_actors, named, namespace_of, wait_for_end
 from verl_omni_core.workers.replica import create_replica
 from verl_omni_core.workers.reward_worker import RewardWorker
 from verl_omni_core.workers.rollout_worker import PackResult, PackTask, RolloutWorker
 from verl_omni_core.workers.router import ReplicaRouter
 from verl_omni_core.workers.threads import environment
-from verl_omni_core.workers.train_group import TrainGroup, wait_all
+from verl_omni_core.workers.train_group import TrainGroup
+from verl_omni_core.workers.waiting import wait_all
 
 _CONCURRENCY = 1024
-_OF_THE_DRIVER: dict[str, Any] = {
-    "run": {"id", "store", "steps", "validate_every", "validate_before", "checkpoint_every", "images_every"},
-    **dict.fromkeys(("data", "weights", "durability", "tracking", "cluster"), True),
-}
-"""Settings that no actor is built from: living ones serve a run that goes on with others."""
+_PING_S = 30.0
+_FREE_GPU_S = 20.0
+_MARGIN_S = 60.0
+"""Beyond the deadlines of samples and scores: what is left to pools and writers."""
 
 
 @dataclass
@@ -45,6 +43,8 @@ class Actors:
     replicas: list[ActorHandle]
     rollout_workers: list[ActorHandle]
     reward_workers: list[ActorHandle]
+    _held: tuple[str, int, list[LoadedWeights]] | None = None
+    """Folder and version of the weights that were loaded last, and what the replicas said then."""
 
     @property
     def trainer(self) -> TrainGroup:
@@ -71,23 +71,15 @@ class Actors:
             DeadlineError: they did not start within ``cluster.actor_timeout_s``. Else what an engine's start raised.
         """
         namespace = namespace_of(config, run)
+        connect(config.cluster)
         end_actors(config.cluster, run.root, but=namespace)
-        shares = _gpu_shares(config, trains)
+        shares = _shares(config, trains)
+        _wait_for_gpus(config, namespace, shares, trains)
         trainer = TrainGroup.start(config, namespace, epoch=epoch, num_gpus=shares.rank) if trains else None
-        replicas = [_replica(config, namespace, i, shares.replica) for i in range(config.rollout.replicas)]
-        rewards = [_reward_worker(config, namespace, i) for i in range(config.reward.workers)]
-        router = ReplicaRouter(replicas, config.run.deterministic, request_timeout_s=config.rollout.request_timeout_s)
-        workers = [
-            _actor(RolloutWorker, namespace, f"rollout-{i}", config.rollout.threads).remote(config, router, rewards)
-            for i in range(config.rollout.agent_workers)
-        ]
-        actors = cls(config, namespace, trainer, replicas, workers, rewards)
-        options = engine_options(config)
-        timeout = config.cluster.actor_timeout_s
-        wait_all([replica.start.remote(options) for replica in replicas], timeout, "starting the engines")
-        wait_all([worker.ping.remote() for worker in (*workers, *rewards)], timeout, "starting the workers")
+        actors = cls(config, namespace, trainer, [], [], [])
+        actors._start_pools(shares)
         if trainer is not None:
-            trainer.wait_until_ready(timeout)
+            trainer.wait_until_ready(config.cluster.actor_timeout_s)
         return actors
 
     @classmethod
@@ -98,15 +90,38 @@ class Actors:
             StageLost: one of them does not live; start the run again.
         """
         namespace = namespace_of(config, run)
-        _connect(config.cluster)
+        connect(config.cluster)
         return cls(
             config,
             namespace,
             TrainGroup.find(config, namespace, epoch=epoch) if trains else None,
-            [_named(namespace, f"replica-{i}") for i in range(config.rollout.replicas)],
-            [_named(namespace, f"rollout-{i}") for i in range(config.rollout.agent_workers)],
-            [_named(namespace, f"reward-{i}") for i in range(config.reward.workers)],
+            [named(namespace, f"replica-{i}") for i in range(config.rollout.replicas)],
+            [named(namespace, f"rollout-{i}") for i in range(config.rollout.agent_workers)],
+            [named(namespace, f"reward-{i}") for i in range(config.reward.workers)],
         )
+
+    def repair(self) -> bool:
+        """Rebuild the replicas and workers that died or no longer answer, and give new replicas the others' weights.
+
+        The trainer is not rebuilt here: its group starts again from a checkpoint.
+
+        Returns:
+            Whether there were any.
+        Raises:
+            As :meth:`start_or_find` and :meth:`load_weights`.
+        """
+        lost = _lost(self.pools())
+        for name, handle in lost.items():
+            ray.kill(handle)
+            wait_for_end(self.namespace, name)
+        self._start_pools(_shares(self.config, self.train_group is not None))
+        if lost and self._held is not None:
+            folder, version, told = self._held
+            if self.load_weights(folder, version) != told:
+                raise ContractError(
+                    f"version {version} loaded differently into the rebuilt replicas than before; start the run again"
+                )
+        return bool(lost)
 
     def run_packs(self, packs: Sequence[PackTask]) -> list[PackResult]:
         """Draw packs, spread over the rollout workers; results in the order of the packs."""
@@ -115,9 +130,11 @@ class Actors:
             for index, pack in enumerate(packs)
         ]
         samples = sum(pack.requests.num_rows for pack in packs)
-        # every sample has its own deadline in the router; this one only ends a wait that those did not
-        timeout = self.config.rollout.request_timeout_s * (1 + samples / self.config.rollout.max_batch)
-        return wait_all(references, timeout, f"drawing {samples} samples")
+        scored = any(pack.score for pack in packs)
+        # every sample and score has its own deadline; this one only ends a wait that those did not
+        timeout = self.config.rollout.request_timeout_s + self.config.reward.timeout_s * scored + _MARGIN_S
+        what = f"drawing{' and scoring' * scored} {samples} samples"
+        return wait_all(references, timeout, what, progress=self._work_done)
 
     def score(self, items: Sequence[ScoringItem]) -> list[Mapping[str, Score]]:
         """Score samples, spread over the reward workers; results in the order of the items."""
@@ -126,8 +143,8 @@ class Actors:
         references = [
             worker.score.remote(part) for worker, part in zip(self.reward_workers, parts, strict=True) if part
         ]
-        timeout = self.config.reward.timeout_s * (1 + len(items) * self.config.reward.max_attempts)
-        scored = wait_all(references, timeout, f"scoring {len(items)} samples")
+        timeout = self.config.reward.timeout_s + _MARGIN_S
+        scored = wait_all(references, timeout, f"scoring {len(items)} samples", progress=self._work_done)
         found: list[Mapping[str, Score]] = [{}] * len(items)
         for index, scores in enumerate(scored):
             found[index::count] = scores
@@ -136,7 +153,9 @@ class Actors:
     def load_weights(self, folder: str, version: int) -> list[LoadedWeights]:
         """Load a weights folder into every replica."""
         references = [replica.load_weights.remote(folder, version) for replica in self.replicas]
-        return wait_all(references, self.config.weights.timeout_s, f"loading version {version}")
+        loaded = wait_all(references, self.config.weights.timeout_s, f"loading version {version}")
+        self._held = folder, version, loaded
+        return loaded
 
     def draw_on_every_replica(self, request: SampleRequest) -> list[DiffusionOutput]:
         """Draw one sample on each replica; none of them is asked through the router."""
@@ -165,67 +184,95 @@ class Actors:
 
     def gpus(self) -> int:
         """Return how many GPUs ranks and engines use: one's own each, or what there is if they share; 0 on CPUs."""
-        wanted = _gpus_wanted(self.config, self.train_group is not None)
+        rollout, ranks = self.config.rollout, self.config.training.ranks if self.train_group is not None else 0
+        wanted = ranks + rollout.replicas * rollout.tensor_parallel
         return int(min(ray.cluster_resources().get("GPU", 0), wanted))
 
     def stop(self) -> None:
         """End every actor of the namespace."""
         if self.train_group is not None:
             self.train_group.stop()
-        for handle in (*self.rollout_workers, *self.reward_workers, *self.replicas):
+        for handle in self.pools().values():
             ray.kill(handle)
 
+    def pools(self) -> dict[str, ActorHandle]:
+        """Return the replicas and workers, all but the trainer's ranks, by name."""
+        kinds = {"rollout": self.rollout_workers, "reward": self.reward_workers, "replica": self.replicas}
+        return {f"{kind}-{index}": handle for kind, handles in kinds.items() for index, handle in enumerate(handles)}
 
-def end_actors(settings: ClusterSettings, root: Path, *, but: str | None = None) -> int:
-    """End whatever lives of the run in ``root``, or of one that was there; return how many actors did.
+    def _start_pools(self, shares: GpuShares) -> None:
+        """Create the replicas and workers that do not live yet, start the engines, and make the workers know all."""
+        config, namespace, timeout = self.config, self.namespace, self.config.cluster.actor_timeout_s
+        self.replicas = [_replica(config, namespace, i, shares.replica) for i in range(config.rollout.replicas)]
+        self.reward_workers = [_reward_worker(config, namespace, i) for i in range(config.reward.workers)]
+        router = ReplicaRouter(
+            self.replicas, config.run.deterministic, request_timeout_s=config.rollout.request_timeout_s
+        )
+        known = (router, self.reward_workers)
+        self.rollout_workers = [
+            _actor(RolloutWorker, namespace, f"rollout-{i}", config.rollout.threads).remote(config, *known)
+            for i in range(config.rollout.agent_workers)
+        ]
+        options = engine_options(config)
+        wait_all([replica.start.remote(options) for replica in self.replicas], timeout, "starting the engines")
+        wait_all([worker.ping.remote() for worker in self.reward_workers], timeout, "starting the reward workers")
+        # one that lives already still holds the handles of its birth
+        wait_all([w.connect.remote(*known) for w in self.rollout_workers], timeout, "starting the rollout workers")
 
-    Args:
-        but: namespace that is spared.
+    def _work_done(self) -> dict[str, int]:
+        drawn = _answers([worker.ping.remote() for worker in self.rollout_workers])
+        scored = _answers([worker.ping.remote() for worker in self.reward_workers])
+        return {"requests": sum(drawn.values()), "scores": sum(scored.values())}
+
+
+def _shares(config: RunConfig, trains: bool) -> GpuShares:
+    return gpu_shares(
+        ranks=config.training.ranks if trains else 0,
+        replicas=config.rollout.replicas,
+        tensor_parallel=config.rollout.tensor_parallel,
+        total=int(ray.cluster_resources().get("GPU", 0)),
+    )
+
+
+def _wait_for_gpus(config: RunConfig, namespace: str, shares: GpuShares, trains: bool) -> None:
+    """Wait a moment until the GPUs that the missing actors need are free: those of ended actors return with a delay.
+
+    Raises:
+        EngineError: others hold them.
     """
-    _connect(settings)
-    ended, place = 0, _place(root)
-    for actor in list_named_actors(all_namespaces=True):
-        if actor["namespace"].startswith(place) and actor["namespace"] != but:
-            with suppress(ValueError):  # it ended by itself meanwhile
-                ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
-                ended += 1
-    return ended
+    wanted = {f"replica-{index}": shares.replica for index in range(config.rollout.replicas)}
+    wanted |= {f"trainer-{index}": shares.rank for index in range(config.training.ranks if trains else 0)}
+    living = list_named_actors(all_namespaces=True)
+    own = {actor["name"] for actor in living if actor["namespace"] == namespace}
+    needed = sum(share for name, share in wanted.items() if name not in own)
+    deadline = time.monotonic() + _FREE_GPU_S
+    while (free := ray.available_resources().get("GPU", 0)) < needed:
+        if time.monotonic() > deadline:
+            others = sorted({actor["namespace"] for actor in living} - {namespace})
+            raise EngineError(
+                f"the missing actors of {namespace} need {needed:g} GPUs, {free:g} are free; actors live in "
+                f"{', '.join(others) or 'no other namespace'}: end what is not needed (verl-omni teardown RUN)"
+            )
+        time.sleep(0.5)
 
 
-def namespace_of(config: RunConfig, run: RunFolder) -> str:
-    """Return the Ray namespace of a run's actors: one for each folder, run in it, and settings that they have."""
-    settings = config.model_dump(mode="json", exclude=_OF_THE_DRIVER)
-    return f"{_place(run.root)}{digest([run.uuid, settings])[:12]}"
+def _lost(actors: Mapping[str, ActorHandle]) -> dict[str, ActorHandle]:
+    """Return the actors, by name, that are dead or do not answer a ping."""
+    references = {name: handle.ping.remote() for name, handle in actors.items()}
+    answers = _answers(list(references.values()))
+    return {name: actors[name] for name, reference in references.items() if reference not in answers}
 
 
-def _place(root: Path) -> str:
-    # the actors write into the folder, so all hosts of the cluster know it by this path
-    return f"verl-omni-{root.name}-{digest(os.path.realpath(root))[:12]}-"
-
-
-@dataclass(frozen=True)
-class _GpuShares:
-    rank: float
-    replica: float
-
-
-def _gpu_shares(config: RunConfig, trains: bool) -> _GpuShares:
-    """Give each rank and each engine its own GPUs where there are enough, else let them share."""
-    available = ray.cluster_resources().get("GPU", 0)
-    replica = config.rollout.tensor_parallel
-    if not available:
-        return _GpuShares(0, 0)
-    is_enough = available >= _gpus_wanted(config, trains)
-    return _GpuShares(1, replica) if is_enough else _GpuShares(0.4, 0.4 * replica)
-
-
-def _gpus_wanted(config: RunConfig, trains: bool) -> int:
-    return (config.training.ranks if trains else 0) + config.rollout.replicas * config.rollout.tensor_parallel
-
-
-def _connect(settings: ClusterSettings) -> None:
-    address = ray_head.given(settings) or ray_head.wait(ray_head.launch(settings))
-    ray_head.connect(address, "verl-omni")
+def _answers(pings: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
+    """Return the answers of those that live, at most 30 s later."""
+    ready, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_PING_S)
+    found = {}
+    for reference in ready:
+        try:
+            found[reference] = ray.get(reference)
+        except ray.exceptions.RayActorError:
+            continue  # dead: whoever waits for its work gets the error
+    return found
 
 
 def _replica(config: RunConfig, namespace: str, index: int, num_gpus: float) -> ActorHandle:
@@ -253,10 +300,3 @@ def _options(namespace: str, name: str, threads: int) -> dict[str, Any]:
         "num_cpus": 0,
         "runtime_env": {"env_vars": environment(threads)},
     }
-
-
-def _named(namespace: str, name: str) -> ActorHandle:
-    try:
-        return ray.get_actor(name, namespace=namespace)
-    except ValueError:
-        raise StageLost(f"actor {name} of {namespace} does not live; start the run again to rebuild it") from None

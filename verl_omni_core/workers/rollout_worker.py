@@ -19,7 +19,7 @@ from verl_omni_core.agent_loop.sampling import sampling_from_json
 from verl_omni_core.agent_loop.worker import DiffusionAgentLoopWorker, Result
 from verl_omni_core.batches import columns
 from verl_omni_core.batches.batch import DataProto
-from verl_omni_core.errors import ContractError
+from verl_omni_core.errors import ContractError, VerlOmniError
 from verl_omni_core.identity import digest
 from verl_omni_core.rewards._tables import score_table
 from verl_omni_core.rollout._contract import SamplingParams
@@ -62,8 +62,8 @@ class PackResult:
     files: tuple[FileRecord, ...]
     rows: int
     failed: int
-    first_error: str | None
-    """Of the first failed sample, by position."""
+    error: VerlOmniError | None
+    """Of the first failed sample, by position; one that no retry helps comes before others."""
     metrics: tuple[Mapping[str, float], ...] = field(repr=False)
     """Timings by sample, for :func:`agent_loop_metrics`."""
 
@@ -127,9 +127,6 @@ class RolloutWorker:
             reward_loop_worker_handles: reward workers; needed for packs that are scored as they come.
         """
         self._config = config
-        self._reward_workers = list(reward_loop_worker_handles)
-        self._unscored = DiffusionAgentLoopWorker(config, llm_client)
-        self._scored = DiffusionAgentLoopWorker(config, llm_client, reward_loop_worker_handles=self._reward_workers)
         self._versions: dict[str, str] | None = None
         self._encoder_digest = digest(
             {
@@ -140,9 +137,23 @@ class RolloutWorker:
             }
         )
 
-    async def ping(self) -> bool:
-        """Answer, to show that the worker lives."""
-        return True
+        self._connect(llm_client, reward_loop_worker_handles)
+
+    async def connect(self, llm_client: LLMClient, reward_loop_worker_handles: Sequence[Any] = ()) -> None:
+        """Use another client and other reward workers from the next pack on, as after one of them was rebuilt."""
+        self._connect(llm_client, reward_loop_worker_handles)
+
+    def _connect(self, llm_client: LLMClient, reward_loop_worker_handles: Sequence[Any]) -> None:
+        self._client = llm_client
+        self._reward_workers = list(reward_loop_worker_handles)
+        self._unscored = DiffusionAgentLoopWorker(self._config, llm_client)
+        self._scored = DiffusionAgentLoopWorker(
+            self._config, llm_client, reward_loop_worker_handles=self._reward_workers
+        )
+
+    async def ping(self) -> int:
+        """Return how many requests the client has finished, failed ones included, if it counts them."""
+        return int(getattr(self._client, "finished", 0))
 
     async def run_pack(self, pack: PackTask) -> PackResult:
         """Draw a pack and write its tables into the attempt.
@@ -150,6 +161,9 @@ class RolloutWorker:
         Written are ``trajectories``, ``embeddings``, ``media``, with ``score`` also ``scores``, and
         ``trajectories_failed`` for samples that failed for good; each only if it has rows. Rows stand in the order of
         the requests.
+
+        A pack without failures is declared a finished shard at once: whatever becomes of the others or of who asked,
+        the next attempt takes it over.
 
         Returns: the files and what the pack says about itself; a failed sample is counted there, not raised.
         Raises: ContractError for requests that are not of one kind, embeddings that differ between samples of a
@@ -167,14 +181,15 @@ class RolloutWorker:
             self._versions = await self._scorer_versions()
         files = await asyncio.to_thread(self._write, pack, batch.meta_info["sampling"], results)
         failures = [result for result in results if isinstance(result, SampleFailure)]
-        first = failures[0] if failures else None
+        if not failures:
+            files = (await asyncio.to_thread(pack.attempt.finish_shard, pack.shard, files)).files
         return PackResult(
             pack=pack.pack,
             shard=pack.shard,
             files=tuple(files),
             rows=len(results) - len(failures),
             failed=len(failures),
-            first_error=f"{first.sample_id}: {type(first.error).__name__}: {first.error}" if first else None,
+            error=_decisive(failures),
             metrics=tuple(vars(r.metrics).copy() for r in results if isinstance(r, DiffusionAgentLoopOutput)),
         )
 
@@ -182,7 +197,7 @@ class RolloutWorker:
         method = self._reward_workers[0].versions
         return await asyncio.wait_for(_awaited(getattr(method, "remote", method)), _SCORER_TIMEOUT_S)
 
-    def _write(self, pack: PackTask, sampling: SamplingParams, results: Sequence[Result]) -> list[FileRecord]:
+    def _write(self, pack: PackTask, sampling: SamplingParams, results: Sequence[Result]) -> Sequence[FileRecord]:
         kept = [i for i, result in enumerate(results) if isinstance(result, DiffusionAgentLoopOutput)]
         outputs = [result for result in results if isinstance(result, DiffusionAgentLoopOutput)]
         lost = [i for i, result in enumerate(results) if isinstance(result, SampleFailure)]
@@ -213,6 +228,16 @@ class RolloutWorker:
         return [
             pack.attempt.write_table(name, pack.shard, table) for name, table in written.items() if table is not None
         ]
+
+
+def _decisive(failures: Sequence[SampleFailure]) -> VerlOmniError | None:
+    """Return the error that decides what becomes of the pack, in a class that travels; none without failures."""
+    if not failures:
+        return None
+    first = next((each for each in failures if not getattr(each.error, "retryable", False)), failures[0])
+    if isinstance(first.error, VerlOmniError):
+        return type(first.error)(f"{first.sample_id}: {first.error}")
+    return VerlOmniError(f"{first.sample_id}: {type(first.error).__name__}: {first.error}")
 
 
 async def _awaited(method: Callable[[], Any]) -> Any:

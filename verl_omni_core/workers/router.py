@@ -17,7 +17,8 @@ class ReplicaRouter:
 
     Without determinism the living replica with the fewest requests in flight *from this router* draws; with it, the
     hash of the route key over the full pool, so a sample's replica does not depend on load or on what died. It never
-    retries: the caller does, with the same seed, and says so with ``attempt``.
+    retries: the caller does, with the same seed, and says so with ``attempt``. A replica that was found dead stays so
+    for this router; whoever rebuilds one makes a new router.
     """
 
     def __init__(
@@ -30,6 +31,8 @@ class ReplicaRouter:
         self._request_timeout_s = request_timeout_s
         self._in_flight = [0] * len(handles)
         self._dead: set[int] = set()
+        self.finished = 0
+        """Requests that ended, failed ones included: a pool that hangs stands still."""
 
     async def generate(self, request: SampleRequest, route_key: str = "", *, attempt: int = 0) -> DiffusionOutput:
         """Draw one sample.
@@ -44,12 +47,13 @@ class ReplicaRouter:
         """
         index = self.choose(route_key, attempt)
         if index in self._dead:
-            raise StageLost(f"replica {index} is dead; rebuild it or try the next one (attempt {attempt + 1})")
+            raise StageLost(f"replica {index} is dead; try the next one (attempt {attempt + 1})")
         self._in_flight[index] += 1
         try:
             return await self._ask(index, request)
         finally:
             self._in_flight[index] -= 1
+            self.finished += 1
 
     def choose(self, route_key: str, attempt: int = 0) -> int:
         """Return the index of the replica that draws.
@@ -66,11 +70,6 @@ class ReplicaRouter:
         living = [index for index in range(count) if index not in self._dead]
         # a retry prefers another replica than the one that a first attempt, at equal load, would take
         return min(living, key=lambda index: (self._in_flight[index], (index - attempt) % count))
-
-    def replace(self, index: int, handle: ActorHandle) -> None:
-        """Put a rebuilt replica in the place of a dead one."""
-        self._handles[index] = handle
-        self._dead.discard(index)
 
     @property
     def dead(self) -> frozenset[int]:

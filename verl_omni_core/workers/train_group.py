@@ -4,7 +4,6 @@ Ranks that answer differently cannot go on together. If one died, or hangs while
 fresh one starts from the last checkpoint.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from verl_omni_core.errors import ContractError, DeadlineError, EngineError, StageLost
+from verl_omni_core.errors import ContractError, DeadlineError, StageLost
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.manifest import FileRecord
 from verl_omni_core.workers.actor_rollout_ref import CONTROL, ActorRolloutRefWorker
@@ -25,8 +24,8 @@ from verl_omni_core.workers.commands import (
     WrittenWeights,
 )
 from verl_omni_core.workers.threads import environment
+from verl_omni_core.workers.waiting import wait_all
 
-_SLICE_S = 2.0
 _GRACE_S = 15.0
 _PING_S = 30.0
 
@@ -164,74 +163,18 @@ class TrainGroup:
         for handle in self.handles:
             ray.kill(handle)
 
-    def _all(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+    def _all(self, method: str, *arguments: Any, timeout_s: float, grace_s: float | None = None) -> list[Any]:
         references = [getattr(handle, method).remote(*arguments) for handle in self.handles]
-        return wait_all(references, timeout_s, f"trainer: {method}")
+        return wait_all(references, timeout_s, f"trainer: {method}", grace_s=grace_s)
 
     def _together(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method in which ranks wait for each other; one that is left waiting would never answer again."""
         timeout_s = timeout_s or self.config.training.step_timeout_s
         try:
-            return self._all(method, *arguments, timeout_s=timeout_s)
+            return self._all(method, *arguments, timeout_s=timeout_s, grace_s=_GRACE_S)
         except (StageLost, DeadlineError):
             self.stop()
             raise
-
-
-def wait_all(references: Sequence[ray.ObjectRef], timeout_s: float, what: str) -> list[Any]:
-    """Wait for the ranks' answers, in slices.
-
-    Raises:
-        StageLost: an actor died, or did not answer within 15 s after another one had failed.
-        DeadlineError: no answer in time. Else the first rank's own error, once all have answered.
-    """
-    deadline = time.monotonic() + timeout_s
-    pending = list(references)
-    errors: dict[int, Exception] = {}
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic())))
-        for reference in done:
-            try:
-                ray.get(reference)
-            except Exception as error:  # noqa: BLE001 - whatever a rank raised decides what happens to the others
-                errors[references.index(reference)] = error
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
-        if pending and time.monotonic() >= deadline:
-            break
-    dead = {rank: error for rank, error in errors.items() if isinstance(error, ray.exceptions.RayActorError)}
-    first = next(iter(errors.values()), None)
-    if dead:
-        raise StageLost(
-            f"{what}: rank {min(dead)} of {len(references)} died ({_one_line(dead[min(dead)])}); start the stage "
-            "again, it goes on from the last checkpoint"
-        ) from dead[min(dead)]
-    if pending and first is not None:
-        raise StageLost(
-            f"{what}: {len(pending)} of {len(references)} ranks did not answer within {_GRACE_S:.0f} s after another "
-            f"one failed ({_one_line(first)})"
-        ) from first
-    if pending:
-        raise DeadlineError(f"{what} took longer than {timeout_s:.0f} s; raise the deadline, or see the actors' logs")
-    if errors:
-        raise _own_error([errors[rank] for rank in sorted(errors)])
-    return ray.get(list(references))
-
-
-def _own_error(errors: list[Exception]) -> Exception:
-    """Return what a rank raised. Where one refused, the others only say that another one did."""
-    causes = [error.cause if isinstance(error, ray.exceptions.RayTaskError) else error for error in errors]
-    own = [cause for cause in causes if isinstance(cause, Exception) and not _is_echo(cause)]
-    return (
-        own or [c if isinstance(c, Exception) else EngineError(str(e)) for c, e in zip(causes, errors, strict=True)]
-    )[0]
-
-
-def _is_echo(error: Exception) -> bool:
-    return isinstance(error, ContractError) and str(error).startswith("another rank refused")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def _name(rank: int) -> str:

@@ -70,6 +70,14 @@ def test_a_run_that_somebody_drives_is_not_torn_down(store):
     assert done.exit_code == 1 and "owned by somebody" in done.stderr
 
 
+def test_a_run_without_actors_is_torn_down_without_starting_a_cluster(store, monkeypatch, tmp_path):
+    monkeypatch.setenv("VERL_OMNI_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    done = invoke("teardown", "young", "--store", str(store))
+    assert done.exit_code == 0 and done.stdout == "ended 0 actors of young\n"
+    assert list((tmp_path / "home").iterdir()) == []
+
+
 def test_runs_are_listed_whole_oldest_first(store):
     lines = invoke("runs", "--store", str(store)).stdout.splitlines()
     assert lines[0].split()[:5] == ["run", "kind", "status", "steps", "reward"]

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
@@ -193,6 +194,63 @@ def test_an_adapter_for_another_network_is_an_error(tiny: str) -> None:
             assert (await engine.generate(_request(1))).extra_fields["weights_version"] == 0
 
     _run(main)
+
+
+def test_an_adapter_that_is_refused_leaves_the_one_before_in_force(tiny: str) -> None:
+    good = _adapter_update(tiny, 1, ["attn.to_q"])
+    narrow = {name: tensor[:, :-1].clone() for name, tensor in good.tensors.items()}
+
+    async def main() -> list[DiffusionOutput]:
+        async with _engine(tiny) as engine:
+            outputs = [await engine.generate(_request(1))]
+            for update in (good, replace(good, version=2)):
+                await engine.load_weights(update)
+                outputs.append(await engine.generate(_request(1)))
+                with pytest.raises(ContractError, match="does not fit"):
+                    await engine.load_weights(replace(good, version=9, tensors=narrow))
+                outputs.append(await engine.generate(_request(1)))
+            return outputs
+
+    base, *others = _run(main)
+    assert [output.extra_fields["weights_version"] for output in others] == [1, 1, 2, 2]
+    latents = [output.extra_fields["latents_clean"] for output in others]
+    assert all(torch.equal(each, latents[0]) for each in latents)
+    assert (base.extra_fields["latents_clean"] - latents[0]).abs().max() > 1e-3
+
+
+def test_a_tensor_that_stands_otherwise_than_sent_is_found(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = _adapter_update(tiny, 1, ["attn.to_q"])
+    set_state = peft.set_peft_model_state_dict
+
+    def lossy(model: Any, state: dict[str, torch.Tensor], **options: Any) -> Any:
+        first, *rest = state
+        return set_state(model, {first: state[first] * 1.001, **{name: state[name] for name in rest}}, **options)
+
+    async def main() -> None:
+        async with _engine(tiny) as engine:
+            monkeypatch.setattr(peft, "set_peft_model_state_dict", lossy)
+            with pytest.raises(ContractError, match="as it was sent"):
+                await engine.load_weights(update)
+            assert (await engine.generate(_request(1))).extra_fields["weights_version"] == 0
+
+    _run(main)
+
+
+def test_full_weights_of_another_shape_change_nothing(tiny: str) -> None:
+    network = sd3.build(None).load_denoiser(tiny, torch.float32)
+    moved = {name: tensor + 0.01 for name, tensor in network.named_parameters()}
+    last = list(moved)[-1]
+    moved[last] = moved[last][:-1]
+
+    async def main() -> list[DiffusionOutput]:
+        async with _engine(tiny) as engine:
+            before = await engine.generate(_request(1))
+            with pytest.raises(ContractError, match="was sent with shape"):
+                await engine.load_weights(WeightUpdate(1, "full", moved))
+            return [before, await engine.generate(_request(1))]
+
+    before, after = _run(main)
+    assert torch.equal(before.extra_fields["latents_clean"], after.extra_fields["latents_clean"])
 
 
 def test_full_weights_are_taken_and_restored_bit_for_bit(tiny: str) -> None:

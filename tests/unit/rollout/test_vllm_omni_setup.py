@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from verl_omni_core import registry
 from verl_omni_core.errors import ConfigError
 from verl_omni_core.rollout import vllm_omni
 from verl_omni_core.rollout._contract import EngineOptions
-from verl_omni_core.rollout.vllm_omni import compat, plugins
+from verl_omni_core.rollout.vllm_omni import compat, engine, plugins
 
 
 def _options(path: str, **changes: Any) -> EngineOptions:
@@ -86,6 +87,23 @@ def test_options_that_settings_decide_are_refused(tiny: str) -> None:
     vllm_omni.check(_options(tiny, options={"max_cpu_loras": 2}))
     with pytest.raises(ConfigError, match="max_num_seqs"):
         vllm_omni.check(_options(tiny, options={"max_num_seqs": 2}))
+
+
+@pytest.mark.parametrize(("batches", "asked", "limit"), [(True, 8, 8), (False, 8, 1), (False, 1, 1), (None, 8, 1)])
+def test_a_pipeline_that_draws_one_request_at_a_time_gets_a_batch_limit_of_one_and_a_word_about_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, batches: bool | None, asked: int, limit: int
+) -> None:
+    kind = type("SerialPipeline", (), {} if batches is None else {"supports_request_batch": batches})
+    played = types.ModuleType("pipeline")
+    played.SerialPipeline = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verl_omni_core.rollout.vllm_omni.pipeline", played)
+    monkeypatch.setattr(vllm_omni, "pipeline", played, raising=False)
+    monkeypatch.setitem(engine.PIPELINES, "Serial", "SerialPipeline")
+    assert engine.clamped_batch("Serial", asked) == limit
+    warned = [record.getMessage() for record in caplog.records]
+    assert warned == (
+        ["rollout.max_batch is 8, but Serial runs one request at a time; using 1"] if limit < asked else []
+    )
 
 
 def test_an_architecture_without_a_pipeline_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """FSDP2 on two real processes (gloo) against one: gradients, parameters, skips, adapters and checkpoints."""
 
+from datetime import timedelta
+
+import psutil
 import pytest
 import torch
 
@@ -7,6 +10,15 @@ from tests.unit.training import programs, tiny
 from tests.unit.training.spawn import run_ranks
 from verl_omni_core.training import ranks
 from verl_omni_core.training.ranks import Ranks
+
+
+def test_the_ranks_meet_on_the_given_address_alone():
+    store, port = ranks.open_rendezvous("127.0.0.1", 30)
+    listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+    other = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    other.set("seen", "yes")
+    assert store.get("seen") == b"yes"
 
 
 @pytest.fixture(scope="module")

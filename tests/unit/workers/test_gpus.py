@@ -1,21 +1,53 @@
-"""How many GPUs a run uses: what its throughput is divided by."""
+"""What part of a GPU each rank and each engine gets, and how many a run uses: what its throughput is divided by."""
 
 import pytest
 
+from verl_omni_core.errors import ConfigError
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.workers import actors
+from verl_omni_core.workers.gpus import GpuShares, gpu_shares
 
 
 @pytest.mark.parametrize(
-    ("there", "trains", "used", "rank_share"),
-    [(0, True, 0, 0), (8, True, 4, 1), (4, True, 4, 1), (3, True, 3, 0.4), (8, False, 2, 1)],
+    ("ranks", "replicas", "tensor_parallel", "total", "expected"),
+    [
+        (1, 1, 1, 0, GpuShares(0, 0)),
+        (4, 4, 2, 0, GpuShares(0, 0)),
+        (1, 1, 1, 1, GpuShares(0.5, 0.5)),
+        (0, 1, 1, 1, GpuShares(1, 1)),
+        (1, 1, 1, 2, GpuShares(1, 1)),
+        (0, 1, 2, 2, GpuShares(1, 2)),
+        (2, 2, 1, 4, GpuShares(1, 1)),
+        (2, 1, 2, 4, GpuShares(1, 2)),
+        (4, 2, 2, 8, GpuShares(1, 2)),
+        (1, 1, 1, 8, GpuShares(1, 1)),
+    ],
 )
-def test_ranks_and_engines_have_their_own_gpus_where_there_are_enough_and_else_share_them(
-    monkeypatch, there, trains, used, rank_share
-):
+def test_each_rank_and_engine_has_its_own_gpus_and_one_pair_shares_the_only_one(
+    ranks: int, replicas: int, tensor_parallel: int, total: int, expected: GpuShares
+) -> None:
+    found = gpu_shares(ranks=ranks, replicas=replicas, tensor_parallel=tensor_parallel, total=total)
+    assert found == expected
+    assert ranks * found.rank + replicas * found.replica <= total
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "tensor_parallel", "total", "wanted"),
+    [(2, 1, 1, 1, 3), (1, 2, 1, 1, 3), (1, 1, 2, 1, 3), (0, 1, 2, 1, 2), (2, 1, 1, 2, 3), (4, 3, 2, 8, 10)],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_both_numbers(
+    ranks: int, replicas: int, tensor_parallel: int, total: int, wanted: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"need {wanted} GPUs, the cluster has {total};") as refused:
+        gpu_shares(ranks=ranks, replicas=replicas, tensor_parallel=tensor_parallel, total=total)
+    assert ("training.ranks" in str(refused.value)) == (ranks > 0)
+
+
+@pytest.mark.parametrize(("there", "trains", "used"), [(0, True, 0), (8, True, 4), (4, True, 4), (8, False, 2)])
+def test_a_run_uses_the_gpus_of_its_ranks_and_engines(
+    monkeypatch: pytest.MonkeyPatch, there: int, trains: bool, used: int
+) -> None:
     config = RunConfig.model_validate({"training": {"ranks": 2}, "rollout": {"replicas": 1, "tensor_parallel": 2}})
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0, "GPU": float(there)} if there else {"CPU": 2.0})
     group = object() if trains else None
-    run = actors.Actors(config, "run", group, replicas=[], rollout_workers=[], reward_workers=[])
-    assert run.gpus() == used
-    assert actors._gpu_shares(config, trains).rank == rank_share
+    assert actors.Actors(config, "run", group, replicas=[], rollout_workers=[], reward_workers=[]).gpus() == used

@@ -8,7 +8,7 @@ import pytest
 from verl_omni_core.settings.loader import apply_overrides
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.runs import RunFolder, create_run
-from verl_omni_core.workers.actors import namespace_of
+from verl_omni_core.workers.namespaces import namespace_of
 
 CONFIG = RunConfig()
 

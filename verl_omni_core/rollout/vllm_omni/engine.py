@@ -84,21 +84,24 @@ class VLLMOmniEngine:
     async def load_weights(self, update: WeightUpdate) -> LoadedWeights:
         """Load a policy version into every rank; the same update again changes nothing.
 
+        A load that fails may have changed some of the weights, on some ranks: from then on the engine takes no request,
+        and no version counts as loaded, until a load succeeds.
+
         Raises:
             ContractError: nothing or too little was bound, or ranks disagree.
-            EngineError: the engine stopped or failed; it takes no request until a load succeeds.
+            EngineError: the engine stopped or failed. DeadlineError: samples in flight or the load took too long.
         """
         _weights.check_update(update)
         sent = checksum(update.tensors)
         if self._broken is None and (self._loaded.version, self._loaded.checksum) == (update.version, sent):
             return self._loaded
         async with self._alone():
+            self._broken = f"loading version {update.version} did not succeed"
             if update.kind == "lora":
                 loaded, lora = await self._load_lora(update)
             else:
                 loaded, lora = await self._rpc("load_full_tensors", dict(update.tensors)), None
             if loaded["checksum"] != sent:
-                self._broken = f"version {update.version} arrived with another checksum"
                 raise ContractError(
                     f"sent weights with checksum {sent}, the engine holds {loaded['checksum']}; restart it"
                 )

@@ -1,4 +1,4 @@
-"""A diffusion worker that sleeps and wakes without CUDA's virtual-memory allocator."""
+"""A diffusion worker for hosts without CUDA: sleeps without its allocator, and meets other ranks on loopback."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,11 +6,26 @@ import torch
 from torch import Tensor
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 
+from verl_omni_core.training import ranks
+
+_LOOPBACK = "127.0.0.1"
+_MEET_S = 600.0
+
 
 class HostDiffusionWorker(DiffusionWorker):
     """Level 1 sets the parameters aside; there is no second level, because nothing could bring them back."""
 
     _aside: dict[str, Tensor] | None = None
+
+    def init_device(self) -> None:
+        """Make the process group, which the engine then finds; its own would listen on every address of the host."""
+        if not torch.distributed.is_initialized():
+            port, store = int(self.od_config.master_port), None
+            if self.rank == 0:
+                store, port = ranks.open_rendezvous(_LOOPBACK, _MEET_S, port)
+            size = self.od_config.num_gpus
+            ranks.join(self.rank, size, host=_LOOPBACK, port=port, device="cpu", timeout_s=_MEET_S, store=store)
+        super().init_device()
 
     def sleep(self, level: int = 1) -> int:
         """Empty the network's parameters and return how many bytes they held."""
