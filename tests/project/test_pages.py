@@ -68,7 +68,7 @@ def test_the_table_of_stages_is_complete_and_names_tables_that_exist():
     modules = [
         importlib.import_module(f"{stages.__name__}.{info.name}") for info in pkgutil.iter_modules(stages.__path__)
     ]
-    constants = ("STAGE", "SAMPLES", "WEIGHTS", "RESULT")
+    constants = ("STAGE", "SAMPLES", "WEIGHTS", "RESULT", "PROBE")
     found = {value for module in modules for name in constants if isinstance(value := vars(module).get(name), str)}
     found |= set(STAGES.values()) | {"old_log_probs", "reference"}
     rows = _rows("| stage | writes |")

@@ -152,3 +152,17 @@ def test_ci_runs_the_readmes_test_command():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme.index("make demo") < readme.index("make test") < 300
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "make test"
+
+
+@pytest.mark.parametrize(
+    "use", ["import diffusers; diffusers.StableDiffusion3Pipeline", "import peft; peft.LoraConfig"]
+)
+def test_libraries_load_without_torchvisions_compiled_part(use, tmp_path):
+    """Without the ``torch.backends`` entry point both fail on an operator that nobody declared."""
+    program = f"{use}; import torch; import torchvision; print(torch.ops.torchvision.nms)"
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "torchvision.nms"
