@@ -1,5 +1,6 @@
 """The command line: exit codes, one message, and the settings it prints."""
 
+import json
 import tomllib
 
 import pytest
@@ -38,6 +39,16 @@ def test_config_prints_a_profile_that_resolves_to_itself(tmp_path):
     path.write_text(printed)
     expected = load(PROFILE, overrides=["algorithm.options.std_epsilon=1e-4"], environ={}).config
     assert load(path, environ={}).config == expected
+
+
+def test_config_prints_the_settings_as_a_deployment_takes_them():
+    from verl_omni_core.settings.loader import load
+    from verl_omni_core.settings.run import RunConfig
+
+    done = invoke("config", PROFILE, "--set", "run.steps=4", "--check", "--json")
+    (line,) = done.stdout.splitlines()
+    assert RunConfig.model_validate(json.loads(line)) == load(PROFILE, overrides=["run.steps=4"], environ={}).config
+    assert "this run can start" in done.stderr
 
 
 @pytest.mark.parametrize(
