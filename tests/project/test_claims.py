@@ -41,7 +41,7 @@ PROMISED = {
     "golden losses": "The FlowGRPO loss and the divergences reproduce",
     "golden metrics": "Metrics reproduce",
     "metric set": "Metrics have the names of one list",
-    "recomputed": "Advantages, loss, first ratio",
+    "recomputed": "Rewards, advantages, loss, first ratio",
     "overhead script": "A script measures a step's overhead",
     "overhead": "The overhead is reported as measured",
     "public names": "Every public name resolves",
@@ -55,6 +55,7 @@ PROMISED = {
     "exported adapter": "An exported adapter loads in stock",
     "exported picture": "An exported adapter reproduces",
     "exported pipeline": "So does the exported pipeline",
+    "deployment": "A worker runs the deployment",
     "evaluation": "An evaluation without a trainer",
     # what bad input must end with
     "exit code": "Exit code 2, one message",
