@@ -68,7 +68,7 @@ def probe(session: Session, step: int) -> float:
 
 def _commit_probe(session: Session, weights: ArtifactRef, difference: float) -> None:
     """Write down how far the replicas were from the trainer; a resumed run that probes again keeps the first record."""
-    key = stage_key(PROBE, weights.step, [weights], weights=session.config.weights.model_dump(mode="json"))
+    key = stage_key(PROBE, weights.step, [weights])
     if session.store.committed(weights.step, PROBE, key) is not None:
         return
     attempt = session.store.attempt(weights.step, PROBE, key, parents=[weights], weights_version=weights.step)
