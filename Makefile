@@ -1,6 +1,6 @@
 # Every target does all the set-up it needs; the second time that takes no time.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu check format docs clean
+.PHONY: help setup demo test test-full check format docs clean
 
 VENV ?= .venv
 PROFILE ?= glyph-flow_grpo-ocr-cpu
@@ -23,13 +23,10 @@ demo: setup
 	@$(VENV)/bin/verl-omni train $(PROFILE)
 
 test: setup
-	@$(PYTEST) -m "not full and not gpu"
+	@$(PYTEST) -m "not full"
 
 test-full: setup
-	@$(PYTEST) -m "not gpu" --timeout 14400
-
-test-gpu:
-	@$(TEST_ENV) python -m pytest -m gpu
+	@$(PYTEST) --timeout 14400
 
 check: setup
 	@$(VENV)/bin/ruff check .

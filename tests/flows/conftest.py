@@ -1,5 +1,6 @@
 """One Ray head for the folder, and runs that several claims share; each run's actors end after its last use."""
 
+import json
 import os
 import shutil
 import sqlite3
@@ -26,7 +27,14 @@ from verl_omni_core.workers.actors import Actors
 from verl_omni_core.workers.namespaces import end_actors
 
 LIMIT_S = 480
-COMMAND = [sys.executable, "-c", "from verl_omni_core.cli.main import app; app()"]
+_PROGRAM = """
+import atexit, json, os, pathlib, sys
+path = pathlib.Path(os.environ.pop("MODULES_AT_EXIT"))
+atexit.register(lambda: path.write_text(json.dumps(sorted(sys.modules))))
+from verl_omni_core.cli.main import app
+app()
+"""
+"""The command; at its end it tells which modules it holds."""
 
 
 @pytest.fixture(scope="package")
@@ -58,6 +66,8 @@ class Ran:
     config: RunConfig
     summary: str
     peak: Footprint | None = None
+    modules: list[str] = field(default_factory=list)
+    """Modules that the command held at its end, where the run was one."""
     task_runs: list[tuple[str, str, str]] = field(default_factory=list)
     """What Prefect recorded, where the run was a flow: name, inputs and state of each task run."""
 
@@ -81,10 +91,19 @@ class Ran:
 
 
 def command_line(home: Path, arguments: list[str], *, timeout_s: float = LIMIT_S) -> tuple[str, Footprint]:
-    """Run ``verl-omni`` with ``arguments``; return what it printed and the peak memory of all that ran for it."""
-    environment = {**os.environ, "VERL_OMNI_HOME": str(home)}
+    """Run ``verl-omni`` with ``arguments``; return what it printed and the peak memory of all that ran for it.
+
+    ``modules.json`` in ``home`` then names the modules that the process held at its end.
+    """
+    modules = home / "modules.json"
+    modules.unlink(missing_ok=True)
+    environment = {**os.environ, "VERL_OMNI_HOME": str(home), "MODULES_AT_EXIT": str(modules)}
     process = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        [sys.executable, "-c", _PROGRAM, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
     )
     with Sampler(lambda: [process.pid, *services_here()]) as sampler:
         try:
@@ -102,6 +121,7 @@ def flow(home: Path, store: Path) -> Iterator[Ran]:
     arguments = [part for item in small.overrides("flow", store) for part in ("--set", item)]
     try:
         ran.summary, ran.peak = command_line(home, ["train", small.DEMO, *arguments])
+        ran.modules = json.loads((home / "modules.json").read_text())
         ran.task_runs = recorded_task_runs(home, "flow")
         yield ran
     finally:

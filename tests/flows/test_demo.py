@@ -43,6 +43,8 @@ def demo(home: Path, store: Path) -> Iterator[Demo]:
 
 def test_held_out_reward_rises_by_0_10_with_its_interval_above_0_05(demo: Demo) -> None:
     assert demo.last >= 25
+    assert not np.isnan(demo.held_out(0)).any() and not np.isnan(demo.held_out(demo.last)).any()
+    assert 0.40 <= demo.held_out(0).mean() <= 0.65
     assert demo.gain() >= 0.10
     assert paired_bootstrap(demo.held_out(0), demo.held_out(demo.last)).low > 0.05
 

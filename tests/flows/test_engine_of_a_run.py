@@ -51,6 +51,8 @@ def test_the_engines_own_count_is_the_number_of_samples_drawn(flow: Ran) -> None
 
 
 def test_no_process_of_the_demo_holds_the_diffusers_engine(flow: Ran) -> None:
+    assert FORBIDDEN not in flow.modules  # the command's own process, where the flow ran
+    assert "flows.online" in flow.modules and "verl_omni_core.stages.rollout" in flow.modules
     actors = flow.actors()
     handles = [*actors.trainer.handles, *actors.replicas, *actors.rollout_workers, *actors.reward_workers]
     told = ray.get([handle.__ray_call__.remote(_processes) for handle in handles], timeout=60)

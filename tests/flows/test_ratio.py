@@ -10,7 +10,10 @@ import ray
 
 from tests.flows import small
 from tests.flows.conftest import Ran
-from verl_omni_core.errors import OffPolicyError
+from verl_omni_core.errors import ContractError, OffPolicyError
+from verl_omni_core.stages.opening import attach
+from verl_omni_core.stages.session import RunRef
+from verl_omni_core.stages.sync import load_into_replicas, probe
 from verl_omni_core.train import train
 from verl_omni_core.weights.filesystem import read_update
 
@@ -39,18 +42,33 @@ def test_learning_rate_zero_reproduces_the_base_exactly(still: Ran) -> None:
     assert run.metrics(1)[DEVIATION] <= 1e-5
 
 
+def _perturb(still: Ran) -> None:
+    """Move one matrix of the replica's adapter by 1e-3."""
+    manifest = still.recorded.manifest(1, "sync")
+    folder = still.recorded.store.path_of(still.recorded.ref(1, "sync"), manifest.files[0].name).parent
+    update = read_update(folder, 1)
+    name = next(name for name in update.tensors if "lora_B" in name)
+    tensors = {**update.tensors, name: update.tensors[name] + 1e-3}
+    ray.get(still.actors().replicas[0].load_weights.remote(replace(update, tensors=tensors)), timeout=60)
+
+
+def test_a_probe_refuses_a_replica_whose_weight_is_off_by_1e_3(still: Ran) -> None:
+    session = attach(RunRef(str(still.root), 10**6))
+    assert probe(session, 1) <= 1e-4
+    _perturb(still)
+    with pytest.raises(ContractError, match="probe sample of replica 0 is .* away from the trainer's own"):
+        probe(session, 1)
+    load_into_replicas(session, still.recorded.ref(1, "sync"))
+    assert probe(session, 1) <= 1e-4
+
+
 def test_a_replicas_weight_that_is_off_by_1e_3_stops_the_run_and_its_samples_are_drawn_again(still: Ran) -> None:
     settings = small.settings("still", still.root.parent, run__steps=2, training__learning_rate=0)
 
-    def perturb() -> None:
-        manifest = still.recorded.manifest(1, "sync")
-        folder = still.recorded.store.path_of(still.recorded.ref(1, "sync"), manifest.files[0].name).parent
-        update = read_update(folder, 1)
-        name = next(name for name in update.tensors if "lora_B" in name)
-        tensors = {**update.tensors, name: update.tensors[name] + 1e-3}
-        ray.get(still.actors().replicas[0].load_weights.remote(replace(update, tensors=tensors)), timeout=60)
-
-    with small.before(2, "rollout", perturb), pytest.raises(OffPolicyError, match="max_ratio_deviation"):
+    with (
+        small.before(2, "rollout", lambda: _perturb(still)),
+        pytest.raises(OffPolicyError, match="max_ratio_deviation"),
+    ):
         train(settings)
     for stage in ("rollout", "reward", "advantage", "update", "sync"):
         assert still.recorded.store.find(2, stage) is None, stage

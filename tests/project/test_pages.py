@@ -1,6 +1,7 @@
 """What the README and the pages of docs/ say about commands, files, settings and stages is there."""
 
 import importlib
+import json
 import pkgutil
 import re
 
@@ -68,10 +69,21 @@ def test_the_table_of_stages_is_complete_and_names_tables_that_exist():
     modules = [
         importlib.import_module(f"{stages.__name__}.{info.name}") for info in pkgutil.iter_modules(stages.__path__)
     ]
-    constants = ("STAGE", "SAMPLES", "WEIGHTS", "RESULT")
+    constants = ("STAGE", "SAMPLES", "WEIGHTS", "RESULT", "PROBE")
     found = {value for module in modules for name in constants if isinstance(value := vars(module).get(name), str)}
     found |= set(STAGES.values()) | {"old_log_probs", "reference"}
     rows = _rows("| stage | writes |")
     assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row[0])} == found
     tables = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])}
     assert tables <= set(SCHEMAS) and {"trajectories", "advantages"} <= tables
+
+
+def test_the_benchmarks_page_reports_the_overhead_that_the_script_printed():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    lines = [json.loads(line) for line in page.splitlines() if line.startswith('{"benchmark": "step_overhead"')]
+    (line,) = [line for line in lines if line["pairs"] >= 10]
+    assert line["equal_results"] is True
+    percent = round(100 * (line["ratio_of_medians"] - 1))
+    assert f"costs {percent} % more than the loop" in page
+    assert ("above the bound of 5 %" in page) == (percent > 5)
+    assert line["noop_step_s"] <= 0.3

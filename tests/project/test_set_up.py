@@ -49,6 +49,17 @@ def test_a_python_that_fits_is_found():
     assert said.stdout.split()[1] >= "3.11"
 
 
+@pytest.mark.parametrize(("minor", "said"), [(11, ""), (12, "not Python 3.11, on which this is tested")])
+def test_another_python_than_the_tested_one_is_taken_with_a_note(tmp_path, minor, said):
+    program = tmp_path / "python3"
+    fake = f"import sys; sys.version_info = (3, {minor}, 0); exec(sys.argv[1])"
+    program.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{fake}' \"$2\"\n")
+    program.chmod(0o755)
+    done = find_python(PYTHON=str(program))
+    assert (done.returncode, done.stdout.strip()) == (0, str(program)), done.stderr
+    assert (said in done.stderr) if said else done.stderr == ""
+
+
 def test_no_python_is_told_with_what_to_do():
     done = find_python(PATH="/nonexistent")
     assert done.returncode == 1
@@ -152,3 +163,17 @@ def test_ci_runs_the_readmes_test_command():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme.index("make demo") < readme.index("make test") < 300
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "make test"
+
+
+@pytest.mark.parametrize(
+    "use", ["import diffusers; diffusers.StableDiffusion3Pipeline", "import peft; peft.LoraConfig"]
+)
+def test_libraries_load_without_torchvisions_compiled_part(use, tmp_path):
+    """Without the ``torch.backends`` entry point both fail on an operator that nobody declared."""
+    program = f"{use}; import torch; import torchvision; print(torch.ops.torchvision.nms)"
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "torchvision.nms"

@@ -1,6 +1,7 @@
 """``verl-omni config``: the resolved settings of a run, each with its origin."""
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -15,20 +16,24 @@ def config(
     ] = None,
     set_: Overrides = None,
     check: Annotated[bool, typer.Option(help="Also check components, files and prompts, as a run would.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the settings alone, as one line of JSON.")] = False,
 ) -> None:
     """Print the resolved settings of a run and where each value comes from.
 
-    The output is a valid profile. Without a profile it shows the defaults.
+    The output is a valid profile, or with --json what a deployment takes as ``config``. Without a profile it shows the
+    defaults.
     """
     from verl_omni_core.settings.loader import load
 
     resolved = load(profile, overrides=set_ or ())
-    print("\n".join(toml_lines(resolved.config.model_dump(mode="json"), resolved.origins)))
+    values = resolved.config.model_dump(mode="json")
+    print(json.dumps(values) if as_json else "\n".join(toml_lines(values, resolved.origins)))
     if check:
         from verl_omni_core.settings.check import check as check_run
 
         found = check_run(resolved.config)
-        print("\n".join(["# checked: this run can start", *(f"# {note}" for note in found.notes)]))
+        notes = ["# checked: this run can start", *(f"# {note}" for note in found.notes)]
+        print("\n".join(notes), file=sys.stderr if as_json else sys.stdout)
 
 
 def toml_lines(values: dict[str, Any], origins: dict[str, str] | Any) -> Iterator[str]:

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_omni_core.cluster import ray_head, services
 from verl_omni_core.errors import FencedError, StoreError
 from verl_omni_core.settings.run import ClusterSettings
 from verl_omni_core.stages.session import RunRef, let_go
@@ -75,16 +74,10 @@ def end_run(run_id: str, store: str | Path) -> int:
     try:
         run = open_run(store, run_id)
     except StoreError:
-        ended = 0 if root.exists() else _end_living(ClusterSettings(), root)
+        ended = 0 if root.exists() else end_actors(ClusterSettings(), root)
         if ended:
             return ended
         raise
     if is_owned(run.root):
         raise FencedError(f"run {run_id!r} is owned by {describe_holder(run.root)}; stop that process first")
     return end_actors(config_of(run).cluster, run.root)
-
-
-def _end_living(settings: ClusterSettings, root: Path) -> int:
-    if not ray_head.given(settings) and services.find(ray_head.NAME) is None:
-        return 0  # no cluster is up, and none is to be started for this
-    return end_actors(settings, root)

@@ -4,7 +4,7 @@ from verl_omni_core.agent_loop.sampling import validation_sampling
 from verl_omni_core.batches import columns
 from verl_omni_core.errors import ContractError
 from verl_omni_core.identity import sample_seed
-from verl_omni_core.rollout._contract import SampleRequest
+from verl_omni_core.rollout._contract import LoadedWeights, SampleRequest
 from verl_omni_core.settings.resolve import adapter
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
@@ -13,7 +13,7 @@ from verl_omni_core.stages.update import STAGE as UPDATE
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.workers.commands import ProbeCommand
 
-STAGE = "sync"
+STAGE, PROBE = "sync", "probe"
 POLICY, AVERAGE = "policy", "average"
 
 
@@ -22,13 +22,13 @@ def sync(run: RunRef, step: int) -> ArtifactRef:
     """Commit the weights of ``step`` and load them into every replica; committed ones are loaded again where they lack.
 
     Raises:
-        ContractError: a replica bound too few modules, or holds other numbers than the trainer.
+        ContractError: a replica bound too few modules, or holds or computes other numbers than the trainer.
     """
     session = session_of(run)
     artifact = weights_artifact(session, step, POLICY)
     load_into_replicas(session, artifact)
     if session.config.weights.probe:
-        probe(session, step)
+        _commit_probe(session, artifact, probe(session, step))
     return artifact
 
 
@@ -66,6 +66,16 @@ def probe(session: Session, step: int) -> float:
     return largest
 
 
+def _commit_probe(session: Session, weights: ArtifactRef, difference: float) -> None:
+    """Write down how far the replicas were from the trainer; a resumed run that probes again keeps the first record."""
+    key = stage_key(PROBE, weights.step, [weights])
+    if session.store.committed(weights.step, PROBE, key) is not None:
+        return
+    attempt = session.store.attempt(weights.step, PROBE, key, parents=[weights], weights_version=weights.step)
+    facts = {"largest_difference": difference, "tolerance": session.config.weights.probe_tolerance}
+    attempt.commit([], rows=session.config.rollout.replicas, parents=[weights], producer=session.producer(**facts))
+
+
 def weights_artifact(session: Session, step: int, network: str) -> ArtifactRef:
     """Commit the trainer's weights of ``step`` as an artifact.
 
@@ -94,19 +104,35 @@ def weights_artifact(session: Session, step: int, network: str) -> ArtifactRef:
             "on from the last checkpoint"
         )
     files = [attempt.add_file(file) for file in written.files]
-    producer = session.producer(weights_version=written.version, kind=written.kind, checksum=written.checksum)
+    producer = session.producer(
+        weights_version=written.version,
+        kind=written.kind,
+        checksum=written.checksum,
+        bound_modules=modules_of(written.kind, written.tensor_count),
+    )
     return attempt.commit(files, rows=written.tensor_count, parents=parents, producer=producer)
 
 
+def modules_of(kind: str, tensor_count: int) -> int:
+    """Return how many modules weights bind to: each parameter, or each pair of an adapter's matrices."""
+    return tensor_count // 2 if kind == "lora" else tensor_count
+
+
 def load_into_replicas(session: Session, artifact: ArtifactRef) -> None:
-    """Load committed weights into every replica and compare what each of them then holds with what was written."""
+    """Load committed weights into every replica and compare what each of them then holds with what was written.
+
+    Raises:
+        ContractError: a replica holds another version or other numbers, or bound another number of modules.
+    """
     manifest = session.store.manifest(artifact)
     folder = session.store.path_of(artifact, manifest.files[0].name).parent
-    expected = manifest.producer
-    loaded = session.actors.load_weights(str(folder), int(expected["weights_version"]))
-    for index, weights in enumerate(loaded):
-        if weights.checksum != expected["checksum"]:
+    facts = manifest.producer
+    version = int(facts["weights_version"])
+    wanted = LoadedWeights(version, modules_of(facts["kind"], artifact.rows), facts["checksum"])
+    for index, weights in enumerate(session.actors.load_weights(str(folder), version)):
+        if weights != wanted:
             raise ContractError(
-                f"replica {index} holds weights with checksum {weights.checksum} after loading version "
-                f"{weights.version}, the trainer wrote {expected['checksum']}; the replica's engine changed them"
+                f"replica {index} holds version {weights.version} in {weights.bound_modules} modules with checksum "
+                f"{weights.checksum}; the trainer wrote version {wanted.version} of {wanted.bound_modules} modules "
+                f"with checksum {wanted.checksum}: the replica's engine lost or changed some; start the run again"
             )

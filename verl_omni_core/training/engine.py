@@ -123,6 +123,7 @@ class DiffusersFSDPEngine(lora.LoRAAdapterMixin):
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = build_optimizer(self.trainable.values(), self.training)
         self.scheduler = build_scheduler(self.optimizer, self.training, self.total_steps)
+        self.counters = Counters()
         if self.training.ema_decay is not None:
             self.ema = PolicyAverage(self.trainable, self.training.ema_decay)
 

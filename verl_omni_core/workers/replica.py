@@ -82,6 +82,11 @@ class vLLMOmniReplica:  # noqa: N801  the founding documents' name
         """Return the engine's name, version, pipeline and own count of finished requests."""
         return replace(await self._running().describe(), instance=self._instance)
 
+    async def statistics(self) -> dict[str, Any]:
+        """Return what else the engine counts, such as ``batches`` (size to count); empty where it counts nothing."""
+        engine: Any = self._running()
+        return await engine.statistics() if hasattr(engine, "statistics") else {}
+
     async def sleep(self) -> None:
         """Set the weights aside after the samples in flight."""
         await self._running().sleep()

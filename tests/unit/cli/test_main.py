@@ -1,5 +1,6 @@
 """The command line: exit codes, one message, and the settings it prints."""
 
+import json
 import tomllib
 
 import pytest
@@ -64,6 +65,16 @@ def test_train_hands_the_origins_of_its_settings_to_the_run(monkeypatch, tmp_pat
     assert origins["profile"] == PROFILE and origins["sampler.grid"] == f"profile {PROFILE}"
     assert origins["run.id"] == "argument" and origins["run.seed"] == "environment VERL_OMNI_RUN__SEED"
     assert origins["data.train"] == f"--set {sets[0]}" and origins["run.store"] == "default"
+
+
+def test_config_prints_the_settings_as_a_deployment_takes_them():
+    from verl_omni_core.settings.loader import load
+    from verl_omni_core.settings.run import RunConfig
+
+    done = invoke("config", PROFILE, "--set", "run.steps=4", "--check", "--json")
+    (line,) = done.stdout.splitlines()
+    assert RunConfig.model_validate(json.loads(line)) == load(PROFILE, overrides=["run.steps=4"], environ={}).config
+    assert "this run can start" in done.stderr
 
 
 @pytest.mark.parametrize(

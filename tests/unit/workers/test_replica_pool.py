@@ -122,6 +122,21 @@ def test_weights_come_from_memory_or_from_a_folder(pool: list[ActorHandle], tiny
     assert ray.get(pool[0].ping.remote(), timeout=LIMIT_S)["version"] == 5
 
 
+def test_a_sleeping_replica_refuses_and_draws_the_same_afterwards(pool: list[ActorHandle]) -> None:
+    router = ReplicaRouter(pool[:1])
+    (before,) = _draw(router, [_request(0, 1)])
+    ray.get(pool[0].sleep.remote(), timeout=LIMIT_S)
+    (refused,) = _draw(router, [_request(0, 1)])
+    assert isinstance(refused, EngineError) and "asleep" in str(refused)
+    ray.get(pool[0].wake_up.remote(), timeout=LIMIT_S)
+    (after,) = _draw(router, [_request(0, 1)])
+    assert torch.equal(before.extra_fields["latents_clean"], after.extra_fields["latents_clean"])
+
+
+def test_an_engine_that_counts_nothing_else_has_empty_statistics(pool: list[ActorHandle]) -> None:
+    assert ray.get(pool[0].statistics.remote(), timeout=LIMIT_S) == {}
+
+
 def test_a_written_adapter_is_read_back_bit_for_bit(tiny: str, tmp_path: Path) -> None:
     update = _update(tiny, 2)
     write_update(tmp_path / "lora", update)
