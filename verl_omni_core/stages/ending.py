@@ -41,7 +41,7 @@ def end_on_failure(run: RunRef, settings: ClusterSettings) -> Iterator[None]:
         yield
     except BaseException as error:
         _try(_say_status, run, error)
-        _try(_end_living, settings, Path(run.root))
+        _try(end_actors, settings, Path(run.root))
         _try(let_go, run.root)
         raise
 
