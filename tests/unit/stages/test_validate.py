@@ -1,8 +1,10 @@
 """Validation's numbers, from scored samples to the tracker and whoever watches."""
 
+import pyarrow as pa
 import pytest
 
 from tests.unit.stages import owned_run
+from verl_omni_core.batches import columns
 from verl_omni_core.metrics.names import metric_of
 from verl_omni_core.rewards._contract import Score
 from verl_omni_core.stages.metric_table import metrics_of
@@ -22,6 +24,8 @@ def session(tmp_path):
 
 def validated(session, scores, step=0):
     prompts, _ = held_out(session, 2, version=step)
+    place = prompts.column_names.index(columns.UID)
+    prompts = prompts.set_column(place, prompts.schema.field(place), pa.array(["u0", "u1"]))
     return score_held_out(session, step, owned_run.commit_held_out(session, step, scores), prompts)
 
 
@@ -52,9 +56,12 @@ def test_missing_scores_enter_nothing_but_their_share(session):
     scores = [Score(None, "unreadable"), *SCORES[1:]]
     settings = session.config.reward.model_copy(update={"max_invalid_fraction": 0.5})
     session.config = session.config.model_copy(update={"reward": settings})
+    tried = []
+    session.actors.score = lambda items: tried.extend(items) or [{"ocr": Score(None, "unreadable")} for _ in items]
     found = metrics_of(session.store.table(validated(session, scores), "metrics"))
     assert found["val-aux/unknown/reward/invalid_fraction"] == found["val-aux/unknown/acc/invalid_fraction"] == 0.25
     assert found["val-aux/unknown/reward/mean@2"] == (0.5 + 0.625) / 2
+    assert [item.sample_id for item in tried] == ["s0"]
 
 
 def test_the_tracker_and_the_display_get_them_also_when_they_were_committed_before(session):
