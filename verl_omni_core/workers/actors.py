@@ -128,6 +128,12 @@ class Actors:
         references = [replica.generate.remote(request) for replica in self.replicas]
         return wait_all(references, self.config.rollout.request_timeout_s, "drawing the probe sample")
 
+    def gpus(self) -> int:
+        """Return how many GPUs ranks and engines use: one's own each, or what there is if they share; 0 on CPUs."""
+        ranks = self.config.training.ranks if self.train_group is not None else 0
+        wanted = ranks + self.config.rollout.replicas * self.config.rollout.tensor_parallel
+        return int(min(ray.cluster_resources().get("GPU", 0), wanted))
+
     def scorer_versions(self) -> dict[str, str]:
         """Return the version of each scorer, by name."""
         return dict(
@@ -147,11 +153,6 @@ class Actors:
             [r.describe.remote() for r in self.replicas], timeout, "describing the engines"
         )
         return [asdict(info) for info in infos]
-
-    def gpus(self) -> int:
-        """Return how many GPUs ranks and engines use: one's own each, or what there is if they share; 0 on CPUs."""
-        wanted = _gpus_wanted(self.config, self.train_group is not None)
-        return int(min(ray.cluster_resources().get("GPU", 0), wanted))
 
     def stop(self) -> None:
         """End every actor of the namespace."""
@@ -206,12 +207,8 @@ def _gpu_shares(config: RunConfig, trains: bool) -> _GpuShares:
     replica = config.rollout.tensor_parallel
     if not available:
         return _GpuShares(0, 0)
-    is_enough = available >= _gpus_wanted(config, trains)
-    return _GpuShares(1, replica) if is_enough else _GpuShares(0.4, 0.4 * replica)
-
-
-def _gpus_wanted(config: RunConfig, trains: bool) -> int:
-    return (config.training.ranks if trains else 0) + config.rollout.replicas * config.rollout.tensor_parallel
+    wanted = (config.training.ranks if trains else 0) + config.rollout.replicas * replica
+    return _GpuShares(1, replica) if available >= wanted else _GpuShares(0.4, 0.4 * replica)
 
 
 def _connect(config: RunConfig, run_id: str) -> str:
