@@ -68,9 +68,10 @@ def stage(
     def decorate(function: Callable[Concatenate[RunRef, int, P], R]) -> Callable[Concatenate[RunRef, int, P], R]:
         @functools.wraps(function)
         def spanned(run: RunRef, step: int, *args: P.args, **kwargs: P.kwargs) -> R:
+            begins = session_of(run).begins.setdefault(step, {})
+            begins.setdefault(name, time.perf_counter())  # a retry does not begin it anew
             observer().stage(step, name)
             started = time.perf_counter()
-            session_of(run).begins.setdefault(step, {}).setdefault(name, started)  # a retry does not begin it anew
             try:
                 result = function(run, step, *args, **kwargs)
             except StageLost as lost:

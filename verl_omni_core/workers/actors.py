@@ -162,6 +162,12 @@ class Actors:
         references = [replica.generate.remote(request) for replica in self.replicas]
         return wait_all(references, self.config.rollout.request_timeout_s, "drawing the probe sample")
 
+    def gpus(self) -> int:
+        """Return how many GPUs ranks and engines use: one's own each, or what there is if they share; 0 on CPUs."""
+        ranks = self.config.training.ranks if self.train_group is not None else 0
+        wanted = ranks + self.config.rollout.replicas * self.config.rollout.tensor_parallel
+        return int(min(ray.cluster_resources().get("GPU", 0), wanted))
+
     def scorer_versions(self) -> dict[str, str]:
         """Return the version of each scorer, by name."""
         return dict(
@@ -181,12 +187,6 @@ class Actors:
             [r.describe.remote() for r in self.replicas], timeout, "describing the engines"
         )
         return [asdict(info) for info in infos]
-
-    def gpus(self) -> int:
-        """Return how many GPUs ranks and engines use: one's own each, or what there is if they share; 0 on CPUs."""
-        rollout, ranks = self.config.rollout, self.config.training.ranks if self.train_group is not None else 0
-        wanted = ranks + rollout.replicas * rollout.tensor_parallel
-        return int(min(ray.cluster_resources().get("GPU", 0), wanted))
 
     def stop(self) -> None:
         """End every actor of the namespace."""

@@ -1,10 +1,8 @@
-"""What part of a GPU each rank and each engine gets, and how many a run uses: what its throughput is divided by."""
+"""What part of a GPU each rank and each engine gets."""
 
 import pytest
 
 from verl_omni_core.errors import ConfigError
-from verl_omni_core.settings.run import RunConfig
-from verl_omni_core.workers import actors
 from verl_omni_core.workers.gpus import GpuShares, gpu_shares
 
 
@@ -41,13 +39,3 @@ def test_a_layout_that_does_not_fit_is_refused_with_both_numbers(
     with pytest.raises(ConfigError, match=f"need {wanted} GPUs, the cluster has {total};") as refused:
         gpu_shares(ranks=ranks, replicas=replicas, tensor_parallel=tensor_parallel, total=total)
     assert ("training.ranks" in str(refused.value)) == (ranks > 0)
-
-
-@pytest.mark.parametrize(("there", "trains", "used"), [(0, True, 0), (8, True, 4), (4, True, 4), (8, False, 2)])
-def test_a_run_uses_the_gpus_of_its_ranks_and_engines(
-    monkeypatch: pytest.MonkeyPatch, there: int, trains: bool, used: int
-) -> None:
-    config = RunConfig.model_validate({"training": {"ranks": 2}, "rollout": {"replicas": 1, "tensor_parallel": 2}})
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0, "GPU": float(there)} if there else {"CPU": 2.0})
-    group = object() if trains else None
-    assert actors.Actors(config, "run", group, replicas=[], rollout_workers=[], reward_workers=[]).gpus() == used
