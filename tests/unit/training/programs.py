@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from tests.unit.training import tiny
@@ -37,6 +38,11 @@ def everything(ranks: Ranks, pipeline: str, folder: str, resumes: bool) -> dict[
         "lora": sgd_steps(ranks, pipeline, 4),
         "full": sgd_steps(ranks, pipeline, 0),
         "bf16": sgd_steps(ranks, pipeline, 0, "bfloat16", 1)["metrics"],
+        "listening": [
+            connection.laddr.ip
+            for connection in psutil.Process().net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ],
     }
     results["empty rank"] = _gradient_with_an_empty_rank(ranks, pipeline)
     results["skip"] = _one_rank_sees_infinity(ranks, pipeline)

@@ -21,6 +21,11 @@ def test_the_ranks_meet_on_the_given_address_alone():
     assert store.get("seen") == b"yes"
 
 
+def test_ranks_of_one_machine_listen_on_loopback_alone(two):
+    assert two[0]["listening"] and two[1]["listening"]
+    assert {ip.removeprefix("::ffff:") for found in two for ip in found["listening"]} == {"127.0.0.1"}
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")

@@ -2,7 +2,9 @@
 
 import pytest
 
-from verl_omni_core.errors import ConfigError
+from verl_omni_core.errors import ConfigError, EngineError
+from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.workers import actors
 from verl_omni_core.workers.gpus import GpuShares, gpu_shares
 
 
@@ -39,3 +41,18 @@ def test_a_layout_that_does_not_fit_is_refused_with_both_numbers(
     with pytest.raises(ConfigError, match=f"need {wanted} GPUs, the cluster has {total};") as refused:
         gpu_shares(ranks=ranks, replicas=replicas, tensor_parallel=tensor_parallel, total=total)
     assert ("training.ranks" in str(refused.value)) == (ranks > 0)
+
+
+def test_gpus_that_others_hold_are_missed_at_once_and_their_holders_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    living = [
+        {"namespace": "verl-omni-other", "name": "trainer-0"},
+        {"namespace": "verl-omni-mine", "name": "trainer-0"},
+    ]
+    monkeypatch.setattr(actors, "list_named_actors", lambda all_namespaces: living)
+    monkeypatch.setattr(actors.ray, "available_resources", lambda: {"GPU": 0.25})
+    monkeypatch.setattr(actors, "_FREE_GPU_S", 0.0)
+    shares = GpuShares(0.5, 0.5)
+    with pytest.raises(EngineError, match="need 0.5 GPUs, 0.25 are free; actors live in verl-omni-other: end"):
+        actors._wait_for_gpus(RunConfig(), "verl-omni-mine", shares, trains=True)
+    living.append({"namespace": "verl-omni-mine", "name": "replica-0"})
+    actors._wait_for_gpus(RunConfig(), "verl-omni-mine", shares, trains=True)
