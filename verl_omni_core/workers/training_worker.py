@@ -1,5 +1,6 @@
 """One rank's training loop over batches in memory: no store, no cluster."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ class MiniBatchResult:
 
     metrics: Accumulator
     """By the names of ``actor/*``."""
-    ratio_deviation: float
+    ratio_deviation: float | None
+    """See :class:`BatchResult`; none without rows, or where a log-prob is not finite."""
     skipped: bool
 
 
@@ -70,17 +72,19 @@ class TrainingWorker:
         except BaseException:
             engine.optimizer_zero_grad()
             raise
-        metrics = result.metrics
+        metrics = Accumulator()
         if result.pairs == 0:
             engine.skip_step("no row of the mini-batch is valid")
             is_skipped = True
         else:
             step = engine.optimizer_step()
             is_skipped = step.skipped
-            if not is_skipped:  # an infinite norm would hide all others; the skip is counted
+            if not is_skipped:  # what is not finite would hide the other mini-batches' numbers; the skip is counted
+                metrics = result.metrics
                 metrics.add({"actor/grad_norm": step.grad_norm})
         metrics.add({"actor/skipped_steps": float(is_skipped), "actor/optimizer_steps": float(not is_skipped)})
-        return MiniBatchResult(metrics, result.ratio_deviation, is_skipped)
+        has_ratios = result.pairs > 0 and math.isfinite(result.ratio_deviation)
+        return MiniBatchResult(metrics, result.ratio_deviation if has_ratios else None, is_skipped)
 
     def train_batch(self, mini_batches: Sequence[TensorDict]) -> list[MiniBatchResult]:
         """Make an optimizer step on each mini-batch, then advance the learning rate once."""
