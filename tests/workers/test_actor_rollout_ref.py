@@ -262,6 +262,21 @@ def test_divergence_from_the_reference_is_trained_from_its_table(pipeline, tmp_p
     assert json.loads(result.records[1]["metrics_json"])["actor/kl_loss"] > 0
 
 
+def test_an_adapter_that_the_algorithm_declares_is_averaged_and_copied(pipeline, run, tmp_path):
+    root, refs = run
+    worker = made(pipeline, algorithm={"name": "tests.workers.keeps_old_policy"})
+    _, before = weights(worker, tmp_path / "before", "old")
+    worker.update_actor(command(root, refs[1], 1))
+    _, policy = weights(worker, tmp_path / "policy")
+    assert checksum(weights(worker, tmp_path / "still", "old")[1]) == checksum(before) != checksum(policy)
+    worker.ema_update_adapter("default", "old", 0.25)
+    for name, tensor in weights(worker, tmp_path / "averaged", "old")[1].items():
+        assert torch.allclose(tensor, 0.25 * before[name] + 0.75 * policy[name], atol=1e-7)
+    worker.copy_adapter("default", "old")
+    assert weights(worker, tmp_path / "copied", "old")[0] == checksum(policy)
+    assert weights(worker, tmp_path / "unmoved")[0] == checksum(policy)
+
+
 def test_scoring_with_another_version_is_refused(pipeline, run):
     root, refs = run
     attempt = RunStore(root).attempt(2, "old_log_probs", "k")

@@ -12,6 +12,7 @@ import ray
 import torch
 
 from verl_omni_core import registry
+from verl_omni_core.algorithms._contract import needs_reference
 from verl_omni_core.batches import columns
 from verl_omni_core.batches.tables import build_table
 from verl_omni_core.errors import ConfigError, ContractError, FencedError, OffPolicyError
@@ -165,16 +166,18 @@ class ActorRolloutRefWorker:
     def update_weights(self, folder: str, network: str = "policy", epoch: int | None = None) -> WrittenWeights:
         """Write the policy, or its ``average``, into a folder for replicas to load; rank 0 writes, all ranks gather."""
         self._obey(epoch)
-        engine = self._ready().engine
-        named, peft_config = engine.get_per_tensor_param(network)
-        # gathering is collective, keeping is not: other ranks drop each tensor as it comes
-        tensors = {name: tensor for name, tensor in named if engine.ranks.rank == 0}
-        if engine.ranks.rank != 0:
+        tensors, peft_config = self._gathered(network)
+        if self._rank != 0:
             return WrittenWeights(self._version, "", 0, "", [], None)
         kind = "lora" if peft_config else "full"
         paths = write_update(folder, WeightUpdate(self._version, kind, tensors, peft_config))
         files = [path.name for path in paths]
         return WrittenWeights(self._version, kind, len(tensors), checksum(tensors), files, peft_config)
+
+    def weights_checksum(self, network: str = "policy", epoch: int | None = None) -> str:
+        """Return what :meth:`update_weights` would say of the weights, without writing them; rank 0's answer counts."""
+        self._obey(epoch)
+        return checksum(self._gathered(network)[0])
 
     def sample(self, command: ProbeCommand) -> torch.Tensor:
         """Draw one sample with the trainer's own network and return its final latents [C, h, w] fp32 on the CPU."""
@@ -233,7 +236,6 @@ class ActorRolloutRefWorker:
         config = self.config
         algorithm = resolve.component("algorithm", config.algorithm.name)
         options = resolve.algorithm_options(config)
-        requires = algorithm.requires(options) if hasattr(algorithm, "requires") else algorithm.REQUIRES
         path = str(resolve.model_path(config))
         engine = PPODiffusersFSDPEngine(
             config.model.model_copy(update={"path": path}),
@@ -244,7 +246,8 @@ class ActorRolloutRefWorker:
             deterministic=config.run.deterministic,
             total_steps=config.run.steps,
             seed=config.run.seed,
-            reference=columns.REF_PREV_SAMPLE_MEAN in requires,
+            reference=needs_reference(algorithm, options),
+            extra_adapters=getattr(algorithm, "ADAPTERS", ()),
         )
         engine.initialize()
         sampler = config.sampler
@@ -321,6 +324,11 @@ class ActorRolloutRefWorker:
     @property
     def _has_moved(self) -> bool:
         return any(not done["record"]["skipped"] for done in self._applied.values())
+
+    def _gathered(self, network: str) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+        named, peft_config = self._ready().engine.get_per_tensor_param(network)
+        # gathering is collective, keeping is not: other ranks drop each tensor as it comes
+        return {name: tensor for name, tensor in named if self._rank == 0}, peft_config
 
     def _check_ratio(self, result: BatchResult) -> None:
         limit = self.config.algorithm.max_ratio_deviation
