@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from verl_omni_core.errors import ContractError
 from verl_omni_core.metrics.reduce import Accumulator
+from verl_omni_core.training.engine import Counters
 from verl_omni_core.training.losses import LossFunction
 from verl_omni_core.training.ppo_engine import BatchResult, PPODiffusersFSDPEngine
 from verl_omni_core.training.ranks import Ranks
@@ -37,6 +38,7 @@ class TrainingWorker:
     def reset(self) -> None:
         """Build network, adapters, optimizer and schedule anew, as they are before the first step."""
         self.engine.initialize()
+        self.engine.counters = Counters()
 
     def set_loss_fn(self, loss_fn: LossFunction) -> None:
         """Choose the loss; see :func:`verl_omni_core.training.losses.diffusion_loss`."""
@@ -135,3 +137,5 @@ def vote(ranks: Ranks, action: Callable[[], Any] | None) -> Any:
 def set_deterministic(deterministic: bool) -> None:
     """Choose deterministic kernels where torch has them; it warns where it has none."""
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # kernels write all of their output; filling it first only costs
+    torch.utils.deterministic.fill_uninitialized_memory = False
