@@ -31,6 +31,7 @@ def config(pipeline: Path, **training: Any) -> RunConfig:
                 "noise_level": 0.7,
             },
             "rollout": {"pack_size": PACK},
+            "weights": training.pop("weights", {}),
             "algorithm": algorithm,
             "training": {"micro_batch": 4, "threads": 1, "learning_rate": 1e-3, **training},
         }
@@ -38,13 +39,27 @@ def config(pipeline: Path, **training: Any) -> RunConfig:
 
 
 def commit_step(
-    root: Path, pipeline: Path, step: int, *, invalid: tuple[int, ...] = (), lost: tuple[int, ...] = ()
+    root: Path,
+    pipeline: Path,
+    step: int,
+    *,
+    invalid: tuple[int, ...] = (),
+    lost: tuple[int, ...] = (),
+    infinite: tuple[int, ...] = (),
+    version: int | None = None,
 ) -> tuple[ArtifactRef, ArtifactRef]:
-    """Commit ``trajectories``, ``embeddings`` and ``advantages`` of ten samples in shards of four."""
+    """Commit ``trajectories``, ``embeddings`` and ``advantages`` of ten samples in shards of four.
+
+    Args:
+        infinite: samples whose latents are not finite.
+        version: that drew the samples by their own account; none: ``step - 1``.
+    """
+    version = step - 1 if version is None else version
     root.mkdir(exist_ok=True)
     store = RunStore(root)
     batch = tiny.batch(pipeline, seed=step)
     rows, steps = batch["rows"], batch["rows"]["steps"]
+    rows["all_latents"][list(infinite)] = float("inf")
     attempt = store.attempt(step, "rollout", f"key-{step}")
     files = []
     kept = [i for i in range(tiny.ROWS) if i not in lost]
@@ -57,8 +72,8 @@ def commit_step(
             "status": ["ok"] * len(own),
             "attempts": [1] * len(own),
             "replica": ["r0"] * len(own),
-            "min_version": [step - 1] * len(own),
-            "max_version": [step - 1] * len(own),
+            "min_version": [version] * len(own),
+            "max_version": [version] * len(own),
             "num_turns": [1] * len(own),
             "num_preempted": [-1] * len(own),
             **{name: [0.0] * len(own) for name in ("t_generate_s", "t_tool_s", "t_score_s")},

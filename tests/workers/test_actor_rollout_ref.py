@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from tests.unit.training import tiny
 from tests.workers.committed_step import command, commit_step, config, weights
 from verl_omni_core.batches.tables import read_tensor
-from verl_omni_core.errors import ContractError, FencedError, NumericError
+from verl_omni_core.errors import ContractError, FencedError, OffPolicyError
 from verl_omni_core.rollout._contract import SamplingParams
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.weights.checksum import checksum
@@ -194,15 +195,44 @@ def test_a_mini_batch_without_valid_rows_is_skipped_and_counted(pipeline, tmp_pa
     assert result.skipped == 1 and result.metrics["actor/skipped_steps"] == 1
 
 
-def test_samples_of_another_policy_stop_the_run_before_the_step(pipeline, run, tmp_path):
-    root, refs = run
+def test_a_forward_pass_that_is_not_finite_is_skipped_and_leaves_the_metrics_finite(pipeline, tmp_path):
+    refs = commit_step(tmp_path / "run", pipeline, 1, infinite=(2,))
+    worker, other = made(pipeline), made(pipeline)
+    result = worker.update_actor(command(tmp_path / "run", refs, 1))
+    assert result.skipped == 1 and result.metrics["actor/skipped_steps"] == 1
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    assert [json.loads(record["metrics_json"]).get("actor/loss") is None for record in result.records] == [True, False]
+    rest = other.update_actor(command(tmp_path / "run", refs, 1, mini_batches=[list(range(5, 10))]))
+    assert result.metrics["actor/loss"] == rest.metrics["actor/loss"]
+    assert result.ratio_deviation == rest.ratio_deviation
+    assert weights(worker, tmp_path / "a")[0] == weights(other, tmp_path / "b")[0]
+
+
+@pytest.mark.parametrize("invalid", [(), tuple(range(5))])
+def test_samples_of_another_policy_stop_the_run_before_the_step(pipeline, tmp_path, invalid):
+    refs = commit_step(tmp_path / "run", pipeline, 1, invalid=invalid)
     worker = made(pipeline, algorithm={"max_ratio_deviation": 1e-5})
     with torch.no_grad():
         worker._worker.engine.module.proj_out.weight.add_(1e-3)
     before, _ = weights(worker, tmp_path / "before")
-    with pytest.raises(NumericError, match="max_ratio_deviation"):
-        worker.update_actor(command(root, refs[1], 1))
+    with pytest.raises(OffPolicyError, match="max_ratio_deviation"):
+        worker.update_actor(command(tmp_path / "run", refs, 1))
     assert weights(worker, tmp_path / "after")[0] == before
+
+
+def test_samples_of_an_older_version_between_syncs_are_trained_on_whatever_their_ratio(pipeline, tmp_path):
+    root = tmp_path / "run"
+    refs = {step: commit_step(root, pipeline, step, version=0) for step in (1, 2)}
+    worker = made(pipeline, weights={"sync_interval": 2}, algorithm={"max_ratio_deviation": 1e-5})
+    worker.update_actor(command(root, refs[1], 1))
+    result = worker.update_actor(command(root, refs[2], 2))
+    assert result.version == 2 and result.skipped == 0
+    assert result.metrics["actor/first_ratio_deviation"] == result.ratio_deviation > 1e-5
+    claimed = commit_step(tmp_path / "claimed", pipeline, 2, version=1)
+    other = made(pipeline, weights={"sync_interval": 2}, algorithm={"max_ratio_deviation": 1e-5})
+    other.update_actor(command(root, refs[1], 1))
+    with pytest.raises(OffPolicyError, match="max_ratio_deviation"):
+        other.update_actor(command(tmp_path / "claimed", claimed, 2))
 
 
 def test_recomputed_log_probs_equal_the_engines(pipeline, run):
@@ -230,6 +260,21 @@ def test_divergence_from_the_reference_is_trained_from_its_table(pipeline, tmp_p
     result = worker.update_actor(command(tmp_path / "run", refs, 1, reference=ref))
     assert json.loads(result.records[0]["metrics_json"])["actor/kl_loss"] == pytest.approx(0, abs=1e-9)
     assert json.loads(result.records[1]["metrics_json"])["actor/kl_loss"] > 0
+
+
+def test_an_adapter_that_the_algorithm_declares_is_averaged_and_copied(pipeline, run, tmp_path):
+    root, refs = run
+    worker = made(pipeline, algorithm={"name": "tests.workers.keeps_old_policy"})
+    _, before = weights(worker, tmp_path / "before", "old")
+    worker.update_actor(command(root, refs[1], 1))
+    _, policy = weights(worker, tmp_path / "policy")
+    assert checksum(weights(worker, tmp_path / "still", "old")[1]) == checksum(before) != checksum(policy)
+    worker.ema_update_adapter("default", "old", 0.25)
+    for name, tensor in weights(worker, tmp_path / "averaged", "old")[1].items():
+        assert torch.allclose(tensor, 0.25 * before[name] + 0.75 * policy[name], atol=1e-7)
+    worker.copy_adapter("default", "old")
+    assert weights(worker, tmp_path / "copied", "old")[0] == checksum(policy)
+    assert weights(worker, tmp_path / "unmoved")[0] == checksum(policy)
 
 
 def test_scoring_with_another_version_is_refused(pipeline, run):

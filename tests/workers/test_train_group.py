@@ -21,6 +21,7 @@ from verl_omni_core.workers.train_group import TrainGroup
 
 NAMESPACE = "train-group-test"
 START_S = 240
+ALGORITHM = {"name": "tests.workers.keeps_old_policy", "max_ratio_deviation": None}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def run(pipeline, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def settings(pipeline):
-    return config(pipeline, ranks=2, ema_decay=0.9, algorithm={"max_ratio_deviation": None})
+    return config(pipeline, ranks=2, ema_decay=0.9, algorithm=ALGORITHM)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def group(settings):
 @pytest.fixture(scope="module")
 def alone(pipeline):
     threads = torch.get_num_threads()
-    worker = ActorRolloutRefWorker(config(pipeline, ema_decay=0.9, algorithm={"max_ratio_deviation": None}))
+    worker = ActorRolloutRefWorker(config(pipeline, ema_decay=0.9, algorithm=ALGORITHM))
     worker.init_model()
     yield worker
     torch.set_num_threads(threads)
@@ -74,10 +75,24 @@ def test_two_ranks_train_like_one_and_apply_a_command_once(group, alone, run, tm
     for network in ("policy", "average"):
         written = group.update_weights(str(tmp_path / network), network)
         tensors = dict(read_update(tmp_path / network, 1).tensors)
-        assert checksum(tensors) == written.checksum and written.version == 1
+        assert checksum(tensors) == written.checksum == group.weights_checksum(network) and written.version == 1
         _, other = weights(alone, tmp_path / f"alone-{network}", network)
         # Adam: rounding of a gradient near 0 moves a parameter by a share of the learning rate
         assert max(float((tensors[n] - other[n]).abs().max()) for n in other) < 2e-4
+
+
+def test_two_ranks_average_and_copy_the_adapters_that_an_algorithm_declares(group, tmp_path):
+    def read(network, name):
+        group.update_weights(str(tmp_path / name), network)
+        return dict(read_update(tmp_path / name, 1).tensors)
+
+    policy, before = read("policy", "policy"), read("old", "before")
+    assert checksum(policy) != checksum(before)
+    group.ema_update_adapter("default", "old", 0.25)
+    for name, tensor in read("old", "averaged").items():
+        assert torch.allclose(tensor, 0.25 * before[name] + 0.75 * policy[name], atol=1e-7)
+    group.copy_adapter("default", "old")
+    assert checksum(read("old", "copied")) == checksum(policy) == group.weights_checksum()
 
 
 def test_each_rank_writes_its_own_shard_of_scores(group, run):

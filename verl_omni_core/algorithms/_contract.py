@@ -6,7 +6,8 @@ A component is a module with
 * ``EVALUATION``: how the trainer evaluates the policy; ``"replay"`` scores stored stochastic steps,
 * ``COMPARES_GROUP``: whether advantages compare the samples of a prompt, so that a group needs two; true if not given,
 * ``REQUIRES``: tensors that the loss always reads besides the current policy's outputs,
-* ``requires(options) -> tuple[str, ...]``: all tensors that it reads under these options,
+* ``requires(options) -> tuple[str, ...]``: all tensors that it reads under these options; ``REQUIRES`` if not given,
+* ``ADAPTERS``: names of adapters beside the policy's, for earlier policies; none if not given,
 * ``advantages(rewards, group_ids, valid, options) -> Tensor [N]``,
 * ``loss(current, batch, options) -> LossOutput``.
 
@@ -60,6 +61,12 @@ class Algorithm(Protocol):
     def advantages(self, rewards: Tensor, group_ids: Tensor, valid: Tensor, options: Any) -> Tensor: ...
 
     def loss(self, current: Current, batch: Mapping[str, Tensor], options: Any) -> LossOutput: ...
+
+
+def needs_reference(algorithm: Any, options: Any) -> bool:
+    """Return whether an algorithm component reads the reference policy's means under these options."""
+    requires = algorithm.requires(options) if hasattr(algorithm, "requires") else algorithm.REQUIRES
+    return "ref_prev_sample_mean" in requires
 
 
 def require(batch: Mapping[str, Tensor], names: tuple[str, ...], algorithm: str) -> None:

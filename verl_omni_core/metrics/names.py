@@ -56,7 +56,7 @@ ACTOR = [
     Metric("actor/lr", "", "last", "learning rate after the step"),
     Metric("actor/skipped_steps", "", "sum", "optimizer steps skipped for a gradient that is not finite"),
     Metric("actor/optimizer_steps", "", "sum", "optimizer steps made"),
-    Metric("actor/first_ratio_deviation", "", "max", "largest |ratio - 1| of the step's first mini-batch"),
+    Metric("actor/first_ratio_deviation", "", "max", "largest |ratio - 1| of the first mini-batch with rows"),
 ]
 
 CRITIC = [

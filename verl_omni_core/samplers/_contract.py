@@ -54,7 +54,8 @@ class TransitionRule(Protocol):
         Args:
             sample: [B, X] fp32 latents at ``sigma``.
             velocity: [B, X] fp32 network output, towards noise.
-            sigma, sigma_next: [B] fp32 noise levels, ``sigma > sigma_next``.
+            sigma, sigma_next: [B] fp32 noise levels, ``sigma > sigma_next``. On the CPU they are checked without
+                waiting for the device of ``sample``; the result's [B] scales are where they are.
             sigma_second: the grid's second level; stands in for ``sigma`` where that is exactly 1.
             noise_level: eta, a scalar or [B].
             noise: [B, X] standard normal; needed unless ``prev_sample`` is given.

@@ -113,9 +113,9 @@ def integrate(
             without one more level than timesteps.
     """
     _check(latents, schedule, rule, window)
-    sigmas = schedule.sigmas.to(latents.device, torch.float32)
+    sigmas = schedule.sigmas.to("cpu", torch.float32)  # read by the rule before it launches anything
     timesteps = schedule.timesteps.to(latents.device, torch.float32)
-    sigma_second = float(schedule.sigmas[1])
+    sigma_second = float(sigmas[1])
     rows = len(latents)
     start, end = window if window is not None else (0, 0)
     recorded = [latents] if window is not None and start == 0 else []

@@ -15,8 +15,8 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 def per_row(value_B: Tensor, like_BX: Tensor) -> Tensor:
-    """Return ``value_B`` shaped [B, 1, ...] so that it broadcasts over the latent axes of ``like_BX``."""
-    return value_B.view(-1, *(1,) * (like_BX.ndim - 1))
+    """Return ``value_B`` on the device of ``like_BX``, shaped [B, 1, ...] so that it broadcasts over its axes."""
+    return value_B.to(like_BX.device, non_blocking=True).view(-1, *(1,) * (like_BX.ndim - 1))
 
 
 def noise_levels(noise_level: float | Tensor, sigma_B: Tensor, *, most: float = math.inf) -> Tensor:

@@ -22,6 +22,7 @@ class AlgorithmSettings(Settings):
     max_ratio_deviation: float | None = Field(
         1e-3,
         gt=0,
-        description="Stop when a ratio of a step's first mini-batch is further than this from 1; none never stops.",
+        description="Stop when a ratio of a step's first mini-batch is further than this from 1, if the trainer's own "
+        "version drew it; none never stops.",
     )
     options: dict[str, Any] = Field({}, description="Further options of the algorithm.")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from verl_omni_core.algorithms._contract import needs_reference
 from verl_omni_core.settings.resolve import algorithm_options
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
@@ -23,7 +24,7 @@ def old_log_probs(run: RunRef, step: int, samples: ArtifactRef) -> ArtifactRef |
 def reference(run: RunRef, step: int, samples: ArtifactRef) -> ArtifactRef | None:
     """Commit the ``reference`` table, or return none where the loss needs no reference."""
     session = session_of(run)
-    if not algorithm_options(session.config).kl_coef:
+    if not needs_reference(session.algorithm, algorithm_options(session.config)):
         return None
     return _infer(session, step, "reference", samples, session.actors.trainer.infer_ref_batch)
 

@@ -2,12 +2,13 @@
 
 from typing import NoReturn
 
-from verl_omni_core.errors import OffPolicyError
+from verl_omni_core.errors import ContractError, OffPolicyError
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.metric_table import metric_table
 from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.session import RunRef, Session, session_of
+from verl_omni_core.stages.trained import STAGES
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.rejection import reject
 from verl_omni_core.workers.commands import UpdateCommand
@@ -35,6 +36,9 @@ def update(
         OffPolicyError: ratios of the first mini-batch are not 1 (``algorithm.max_ratio_deviation``). The samples are
             set aside, with all that was computed from them, and drawn again when the step is.
         NumericError: gradients stayed non-finite.
+        ContractError: the ledger has this step's updates with other samples; or, with ``run.deterministic``, a restored
+            trainer that repeated a committed step holds other weights than were synced then. Without it, that goes into
+            the ledger as a fork.
     """
     session = session_of(run)
     parents = [ref for ref in (rollout, advantages, old_log_probs, reference) if ref is not None]
@@ -59,15 +63,16 @@ def update(
         reference=reference,
         mini_batches=mini_batches(session.config),
     )
+    known = _known_updates(session, command)
     try:
         result = session.actors.trainer.update_actor(command)
     except OffPolicyError as error:
         if done is None:
             _set_aside(session, rollout, error)
         raise
-    if done is not None:
-        return done  # a restored trainer caught up from stored batches
-    known = {record["update_id"] for record in session.ledger.records()} if result.replayed else set()
+    if done is not None:  # a restored trainer catches up from stored batches
+        _compare_with_synced(session, step)
+        return done
     for record in result.records:
         if record["update_id"] not in known:
             session.ledger.append(record)
@@ -77,6 +82,50 @@ def update(
     return attempt.commit(
         files, rows=len(table), parents=parents, producer=session.producer(weights_version=result.version)
     )
+
+
+def _known_updates(session: Session, command: UpdateCommand) -> set[str]:
+    """Return the update ids in the ledger; a machine that died between the ledger and the commit left some there."""
+    digests = {record["update_id"]: record["batch_digest"] for record in session.ledger.records()}
+    for number in range(len(command.mini_batches)):
+        update_id = command.update_id(number)
+        if digests.get(update_id, command.batch_digest(number)) != command.batch_digest(number):
+            raise ContractError(
+                f"the ledger has update {update_id} with the batch {digests[update_id][:12]}, now it is to be made "
+                f"with {command.batch_digest(number)[:12]}: the samples of step {command.step} changed after they were "
+                "trained on. Restore the run's folder from a copy, or start a new run from its last weights"
+            )
+    return set(digests)
+
+
+def _compare_with_synced(session: Session, step: int) -> None:
+    """Compare a repeated step's weights with those that were written for the replicas when it was first made."""
+    synced = session.store.find(step, STAGES["policy"])
+    if synced is None:
+        return
+    written = session.store.manifest(synced).producer["checksum"]
+    now = session.actors.trainer.weights_checksum()
+    if now == written:
+        return
+    if session.config.run.deterministic:
+        raise ContractError(
+            f"the restored trainer repeated step {step} and holds weights with checksum {now[:12]}, {written[:12]} was "
+            "synced then; run.deterministic promises equal ones. Resume with the device and the library versions that "
+            "the run was started with, or start a new run from these weights"
+        )
+    fork = {
+        "update_id": f"{step:06d}/fork-{session.ref.epoch}",
+        "step": step,
+        "kind": "fork",
+        "version_before": step,
+        "version_after": step,
+        "batch_digest": "",
+        "weights_digest": now,
+        "skipped": False,
+        "metrics_json": "{}",
+    }
+    if all(record["update_id"] != fork["update_id"] for record in session.ledger.records()):
+        session.ledger.append(fork)
 
 
 def _set_aside(session: Session, rollout: ArtifactRef, error: OffPolicyError) -> NoReturn:

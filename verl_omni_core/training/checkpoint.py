@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 INDEX_FILE = "checkpoint.json"
 _USE_ANOTHER = "restore it from a copy, or start the run again: it goes on from the checkpoint before"
+COMPARED_BYTES = 2**28
+"""Tensors of a new checkpoint are read back in portions of this size, over all ranks."""
 
 
 def save(engine: "DiffusersFSDPEngine", folder: Path, extra: Mapping[str, Any]) -> list[str]:
@@ -172,14 +174,30 @@ def _quiet_alone() -> Iterator[None]:
 
 
 def _compare(engine: "DiffusersFSDPEngine", folder: Path, state: Mapping[str, Tensor]) -> None:
-    again = {name: torch.full_like(tensor, float("nan")) for name, tensor in state.items()}
-    _read(engine, folder, again)
-    bad = [name for name in state if not _same_bits(sharding.local(state[name]), sharding.local(again[name]))]
+    bad: list[str] = []
+    for names in _portions(state):
+        again = {name: torch.full_like(state[name], float("nan")) for name in names}
+        _read(engine, folder, again)
+        bad += [name for name in names if not _same_bits(sharding.local(state[name]), sharding.local(again[name]))]
     if not engine.ranks.agree(not bad):
         raise StoreError(
             f"the checkpoint in {str(folder)!r} reads back differently (rank {engine.ranks.rank}: {bad[:3]}); the "
             "disk or the file system is not to be trusted"
         )
+
+
+def _portions(state: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield the names of tensors that are read back at a time: a second copy of everything may not fit the device."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in state.items():
+        if names and size + tensor.nbytes > COMPARED_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    if names:
+        yield names
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -48,22 +48,37 @@ class BatchResult:
 
 
 class _Passes:
-    """What this rank's passes say."""
+    """What this rank's passes say; stays on their device until all of them are through."""
 
     def __init__(self) -> None:
-        self.metrics = Accumulator()
-        self.names: set[str] = set()
-        self.deviation = torch.zeros(())
+        self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._deviations: list[Tensor] = []
 
     def add(self, current: Current, stored: Mapping[str, Tensor], output: LossOutput, weight: Tensor) -> None:
-        values = {_LOSS: output.loss.detach(), **output.metrics}
-        self.names |= values.keys()
-        self.metrics.add(values, weight)
+        for name, values in {_LOSS: output.loss.detach(), **output.metrics}.items():
+            self._rows.setdefault(name, []).append((values, weight))
         drawn = stored.get(columns.ROLLOUT_LOG_PROBS, stored.get(columns.OLD_LOG_PROBS))
         if drawn is not None:
-            ratios = torch.exp(current.log_probs.detach() - drawn)[weight > 0]
-            # not python's max, which may lose a nan
-            self.deviation = torch.cat([(ratios - 1).abs().cpu(), self.deviation[None]]).max()
+            away = (torch.exp(current.log_probs.detach() - drawn) - 1).abs()
+            self._deviations.append(torch.where(weight > 0, away, 0.0).max())
+
+    def metrics(self) -> Accumulator:
+        """Return the metrics of all rows; a name whose rows all have weight 0 is left out."""
+        found = Accumulator()
+        for name, rows in self._rows.items():
+            values, weights = (torch.cat(parts).cpu() for parts in zip(*rows, strict=True))
+            sizes = [len(weight) for _, weight in rows]
+            for value, weight in zip(values.split(sizes), weights.split(sizes), strict=True):
+                found.add({name: value}, weight)
+        return found
+
+    def names(self) -> list[str]:
+        """Return the metrics' names, sorted, those without rows included."""
+        return sorted(self._rows)
+
+    def deviation(self) -> Tensor:
+        """Return the largest ``|ratio - 1|`` as a CPU tensor; nan if there is one."""
+        return torch.stack(self._deviations).max().cpu() if self._deviations else torch.zeros(())
 
 
 class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
@@ -73,21 +88,25 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
 
     def set_denoising(self, denoising: Denoising) -> None:
         """Say how the rollout moved latents; needed before the first batch."""
-        self.denoising = denoising.to(self.device)
+        self.denoising = denoising
 
     def prepare_model_inputs(self, batch: TensorDict, pairs: list[Pair]) -> dict[str, Tensor | TensorDict]:
-        """Return what a forward pass over (sample, step) pairs reads, on the engine's device."""
+        """Return what a forward pass over (sample, step) pairs reads, on the engine's device but for ``step_index``.
+
+        Args:
+            batch: its ``conditioning`` may be on the device already.
+        """
         rows = batch["rows"]
         sample, step = torch.tensor(pairs, dtype=torch.int64).T
-        prompts = rows["prompt_index"][sample]
+        conditioning = batch["conditioning"]
+        prompts = rows["prompt_index"][sample].to(next(iter(conditioning.values())).device, non_blocking=True)
         latents = rows["all_latents"]
-        moved = {
-            "latents": latents[sample, step],
-            "next_latents": latents[sample, step + 1],
+        return {
+            "latents": latents[sample, step].to(self.device, non_blocking=True),
+            "next_latents": latents[sample, step + 1].to(self.device, non_blocking=True),
             "step_index": rows["steps"]["step_indices"][sample, step],
+            "conditioning": conditioning[prompts],
         }
-        inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in moved.items()}
-        return {**inputs, "conditioning": batch["conditioning"][prompts]}
 
     def prepare_model_outputs(
         self, inputs: Mapping[str, Tensor | TensorDict], module: nn.Module | None = None
@@ -120,6 +139,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             return BatchResult(Accumulator(), 0.0, 0.0)
         said = _Passes()
         try:
+            batch = self._with_conditioning_moved(batch)
             with self.train_mode():
                 for number, pairs in enumerate([*passes, *padding]):
                     is_last = number + 1 == len(passes) + len(padding)
@@ -159,6 +179,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         if means:
             result["prev_sample_mean"] = torch.zeros(count, steps, *rows["all_latents"].shape[2:])
         padding = int(self.ranks.max(torch.tensor(len(passes)))) - len(passes)
+        batch = self._with_conditioning_moved(batch)
         with self.eval_mode(network) as module:
             for pairs in [*passes, *[passes[0][:1]] * padding]:
                 current = self.prepare_model_outputs(self.prepare_model_inputs(batch, pairs), module)
@@ -173,10 +194,15 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         # unreduced gradients are whole, not sharded: nothing for an adapter, a second copy of the model otherwise
         return self.lora_config is None
 
+    def _with_conditioning_moved(self, batch: TensorDict) -> TensorDict:
+        # once a mini-batch, a row a prompt: passes index it on the device
+        conditioning = batch["conditioning"].to(torch.device(self.device)).to(getattr(torch, self.model.dtype))
+        return TensorDict({"rows": batch["rows"], "conditioning": conditioning}, [])
+
     def _check(self, rows: TensorDict) -> None:
         if not len(rows):
             raise ContractError("a rank got no row at all; give it one of the mini-batch with weight 0")
-        check_timesteps(rows["steps"]["step_indices"], rows["steps"]["all_timesteps"], self.denoising.to("cpu"))
+        check_timesteps(rows["steps"]["step_indices"], rows["steps"]["all_timesteps"], self.denoising)
 
     def _plan(self, rows: TensorDict) -> tuple[list[list[Pair]], float, list[list[Pair]]]:
         counted = rows["weight"].nonzero().flatten().tolist()
@@ -209,17 +235,18 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
 
     def _stored(self, rows: TensorDict, pairs: list[Pair]) -> tuple[dict[str, Tensor], Tensor]:
         sample, step = torch.tensor(pairs, dtype=torch.int64).T
-        per_step = {name: value[sample, step].to(self.device) for name, value in rows["steps"].items()}
-        per_row = {name: value[sample].to(self.device) for name, value in rows.items() if name not in _NOT_FOR_LOSSES}
-        return {**per_step, **per_row}, rows["weight"][sample].to(self.device)
+        picked = {name: value[sample, step] for name, value in rows["steps"].items()}
+        picked |= {name: value[sample] for name, value in rows.items() if name not in _NOT_FOR_LOSSES}
+        stored = {name: value.to(self.device, non_blocking=True) for name, value in picked.items()}
+        return stored, rows["weight"][sample].to(self.device, non_blocking=True)
 
     def _reduce(self, said: _Passes, total: float) -> BatchResult:
-        names, own = sorted(said.names), said.metrics.state()
+        names, own = said.names(), said.metrics().state()
         nothing = (0.0,) * 6
         states = self.ranks.gather(torch.tensor([own.get(name, nothing) for name in names], dtype=torch.float64))
         merged = Accumulator()
         for state in states:
             rows = zip(names, state.tolist(), strict=True)
             merged.merge({name: values for name, values in rows if values[0] > 0})
-        deviation = torch.stack(self.ranks.gather(said.deviation)).max()
+        deviation = torch.stack(self.ranks.gather(said.deviation())).max()
         return BatchResult(merged, float(deviation), total)

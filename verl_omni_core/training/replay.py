@@ -26,6 +26,7 @@ class Denoising:
     rule: TransitionRule
     rule_options: Mapping[str, Any]
     schedule: Schedule
+    """On the CPU."""
     noise_level: float
     guidance_scale: float
 
@@ -34,11 +35,6 @@ class Denoising:
             raise ContractError(
                 "the sampler is deterministic, so its steps have no log-probs to train on; use a stochastic sampler"
             )
-
-    def to(self, device: str) -> "Denoising":
-        """Return a copy with the noise levels on ``device``."""
-        schedule = Schedule(self.schedule.sigmas.to(device), self.schedule.timesteps.to(device))
-        return Denoising(self.rule, self.rule_options, schedule, self.noise_level, self.guidance_scale)
 
 
 def check_timesteps(step_indices: Tensor, timesteps: Tensor, denoising: Denoising) -> None:
@@ -76,10 +72,12 @@ def score_step(
     Args:
         velocity: the network with its conditioning, of latents [B, X] and timestep [B].
         latents: [B, X] fp32 before the step. next_latents: [B, X] fp32 after it; data.
-        step_index: [B] int64; rows may stand at different steps.
+        step_index: [B] int64 on the CPU; rows may stand at different steps.
+    Raises:
+        ContractError: the steps are deterministic under the sampler's noise level.
     """
-    sigmas = denoising.schedule.sigmas
-    predicted = velocity(latents, denoising.schedule.timesteps[step_index])
+    sigmas, device = denoising.schedule.sigmas, latents.device
+    predicted = velocity(latents, denoising.schedule.timesteps[step_index].to(device, non_blocking=True))
     moved = denoising.rule.step(
         latents,
         predicted,
@@ -90,4 +88,11 @@ def score_step(
         prev_sample=next_latents,
         **denoising.rule_options,
     )
-    return Current(moved.log_prob, moved.mean, moved.std, moved.std_dev_t, moved.sqrt_dt, predicted)
+    if moved.log_prob is None:
+        raise ContractError(
+            f"the stored steps add no noise at noise level {denoising.noise_level}, so they have no log-probs; raise "
+            "sampler.noise_level"
+        )
+    scales = (moved.std, moved.std_dev_t, moved.sqrt_dt)
+    std, std_dev_t, sqrt_dt = (scale.to(device, non_blocking=True) for scale in scales)
+    return Current(moved.log_prob, moved.mean, std, std_dev_t, sqrt_dt, predicted)

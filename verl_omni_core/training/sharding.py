@@ -42,16 +42,25 @@ def shard(
     if ranks.size == 1 and compute_dtype is None:
         module.to(device)
         return False
+    if compute_dtype is not None:
+        _cast_buffers(module, compute_dtype)
     mesh = init_device_mesh(torch.device(device).type, (ranks.size,))
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=compute_dtype is not None
-    )
+    # the adapter casts what the network computes with; timesteps stay in float32, as an engine leaves them
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # gathering is what costs ranks on CPUs their time, and the machine's memory is theirs: once a mini-batch is enough
     gives_back = torch.device(device).type != "cpu"
     for part in (*units, module):
         sharded = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=gives_back)
         sharded.set_reshard_after_backward(gives_back, recurse=False)
     return True
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give stored buffers the dtype in which an engine that loads the network in ``dtype`` has them."""
+    stored = module.state_dict().keys()
+    for name, buffer in module.named_buffers():
+        if name in stored and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
 
 
 def sync_gradients(module: nn.Module, now: bool) -> None:

@@ -1,7 +1,7 @@
 """One rank of the trainer: policy, reference and weights out, by commands that may arrive twice."""
 
 import dataclasses
-import json
+import math
 import os
 import time
 from functools import partial
@@ -12,11 +12,11 @@ import ray
 import torch
 
 from verl_omni_core import registry
+from verl_omni_core.algorithms._contract import needs_reference
 from verl_omni_core.batches import columns
 from verl_omni_core.batches.tables import build_table
 from verl_omni_core.errors import ConfigError, ContractError, FencedError, OffPolicyError
 from verl_omni_core.identity import digest
-from verl_omni_core.metrics.reduce import Accumulator
 from verl_omni_core.rollout._contract import WeightUpdate
 from verl_omni_core.samplers._denoise import denoise
 from verl_omni_core.settings import resolve
@@ -41,7 +41,8 @@ from verl_omni_core.workers.commands import (
     WrittenWeights,
 )
 from verl_omni_core.workers.step_rows import StepRows
-from verl_omni_core.workers.training_worker import MiniBatchResult, TrainingWorker, set_deterministic, vote
+from verl_omni_core.workers.training_worker import TrainingWorker, set_deterministic, vote
+from verl_omni_core.workers.update_records import answer, record, refuse_other_rows
 
 CONTROL = "control"
 """Concurrency group of what is answered while the rank computes."""
@@ -111,8 +112,8 @@ class ActorRolloutRefWorker:
         Raises:
             FencedError: a newer owner exists.
             ContractError: another version than expected, or other rows than those of the first delivery.
-            OffPolicyError: ratios of the first mini-batch leave 1 by more than ``algorithm.max_ratio_deviation``; no
-                optimizer step was made.
+            OffPolicyError: the samples are of this trainer's version, and before the first optimizer step a ratio
+                leaves 1 by more than ``algorithm.max_ratio_deviation``; no step was made.
             NumericError: too many steps were skipped.
         """
         started = time.monotonic()
@@ -120,33 +121,34 @@ class ActorRolloutRefWorker:
         self._fence(command.root, command.epoch)
         digests = [command.batch_digest(number) for number in range(len(command.mini_batches))]
         if self._answer is not None and command.step == self._answer.step == self._version:
-            _refuse_other_rows([record["batch_digest"] for record in self._answer.records], digests, command.step)
+            refuse_other_rows([known["batch_digest"] for known in self._answer.records], digests, command.step)
             return dataclasses.replace(self._answer, replayed=True)
         if not command.expected_version == self._version == command.step - 1:
             raise ContractError(
                 f"update of step {command.step} expects version {command.expected_version}, this trainer holds "
                 f"{self._version}; load the checkpoint of step {command.step - 1}, or send the update that is due"
             )
-        _refuse_other_rows([done["record"]["batch_digest"] for done in self._applied.values()], digests, command.step)
+        refuse_other_rows([done["record"]["batch_digest"] for done in self._applied.values()], digests, command.step)
         ranks = worker.engine.ranks
         rows = vote(ranks, lambda: self._rows(command))
+        is_on_policy = rows.versions == {self._version}
         for number, indices in enumerate(command.mini_batches):
             if command.update_id(number) in self._applied:
                 continue
             batch = vote(ranks, partial(rows.batch, indices, ranks.rank, ranks.size))
             result = worker.train_mini_batch(
                 batch,
-                check=self._check_ratio if number == 0 else None,
+                check=self._check_ratio if is_on_policy and not self._has_moved else None,
                 before_step=lambda: self._fence(command.root, command.epoch),
             )
             self._applied[command.update_id(number)] = {
-                "record": _record(command, number, digests[number], result),
+                "record": record(command, number, digests[number], result),
                 "state": result.metrics.state(),
                 "ratio_deviation": result.ratio_deviation,
             }
         learning_rate = worker.engine.lr_scheduler_step()
         self._version = command.step
-        self._answer = _answer(command, list(self._applied.values()), learning_rate, seconds=time.monotonic() - started)
+        self._answer = answer(command, list(self._applied.values()), learning_rate, seconds=time.monotonic() - started)
         self._applied = {}
         return self._answer
 
@@ -164,16 +166,18 @@ class ActorRolloutRefWorker:
     def update_weights(self, folder: str, network: str = "policy", epoch: int | None = None) -> WrittenWeights:
         """Write the policy, or its ``average``, into a folder for replicas to load; rank 0 writes, all ranks gather."""
         self._obey(epoch)
-        engine = self._ready().engine
-        named, peft_config = engine.get_per_tensor_param(network)
-        # gathering is collective, keeping is not: other ranks drop each tensor as it comes
-        tensors = {name: tensor for name, tensor in named if engine.ranks.rank == 0}
-        if engine.ranks.rank != 0:
+        tensors, peft_config = self._gathered(network)
+        if self._rank != 0:
             return WrittenWeights(self._version, "", 0, "", [], None)
         kind = "lora" if peft_config else "full"
         paths = write_update(folder, WeightUpdate(self._version, kind, tensors, peft_config))
         files = [path.name for path in paths]
         return WrittenWeights(self._version, kind, len(tensors), checksum(tensors), files, peft_config)
+
+    def weights_checksum(self, network: str = "policy", epoch: int | None = None) -> str:
+        """Return what :meth:`update_weights` would say of the weights, without writing them; rank 0's answer counts."""
+        self._obey(epoch)
+        return checksum(self._gathered(network)[0])
 
     def sample(self, command: ProbeCommand) -> torch.Tensor:
         """Draw one sample with the trainer's own network and return its final latents [C, h, w] fp32 on the CPU."""
@@ -232,7 +236,6 @@ class ActorRolloutRefWorker:
         config = self.config
         algorithm = resolve.component("algorithm", config.algorithm.name)
         options = resolve.algorithm_options(config)
-        requires = algorithm.requires(options) if hasattr(algorithm, "requires") else algorithm.REQUIRES
         path = str(resolve.model_path(config))
         engine = PPODiffusersFSDPEngine(
             config.model.model_copy(update={"path": path}),
@@ -243,7 +246,8 @@ class ActorRolloutRefWorker:
             deterministic=config.run.deterministic,
             total_steps=config.run.steps,
             seed=config.run.seed,
-            reference=columns.REF_PREV_SAMPLE_MEAN in requires,
+            reference=needs_reference(algorithm, options),
+            extra_adapters=getattr(algorithm, "ADAPTERS", ()),
         )
         engine.initialize()
         sampler = config.sampler
@@ -318,11 +322,22 @@ class ActorRolloutRefWorker:
         model = self.config.model
         return digest({"model": model.name, "path": model.path, "dtype": model.dtype, "options": model.options})
 
+    @property
+    def _has_moved(self) -> bool:
+        return any(not done["record"]["skipped"] for done in self._applied.values())
+
+    def _gathered(self, network: str) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+        named, peft_config = self._ready().engine.get_per_tensor_param(network)
+        # gathering is collective, keeping is not: other ranks drop each tensor as it comes
+        return {name: tensor for name, tensor in named if self._rank == 0}, peft_config
+
     def _check_ratio(self, result: BatchResult) -> None:
         limit = self.config.algorithm.max_ratio_deviation
-        if limit is not None and result.pairs and not result.ratio_deviation <= limit:
+        if not result.pairs or not math.isfinite(result.ratio_deviation):
+            return  # the step is skipped: there is nothing to judge, or a forward pass that is not finite
+        if limit is not None and result.ratio_deviation > limit:
             raise OffPolicyError(
-                f"on the first mini-batch a ratio is {result.ratio_deviation:.3g} away from 1, more than "
+                f"before the first optimizer step a ratio is {result.ratio_deviation:.3g} away from 1, more than "
                 f"algorithm.max_ratio_deviation = {limit:g}: the samples were not drawn by this policy. Check that the "
                 "replicas hold this version and compute in the trainer's dtype, or start a run with a higher limit"
             )
@@ -356,39 +371,3 @@ def _device() -> str:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.cuda.set_device(0)
     return "cuda:0"
-
-
-def _refuse_other_rows(before: list[str], now: list[str], step: int) -> None:
-    if before != now[: len(before)]:
-        raise ContractError(
-            f"the update of step {step} was begun with other rows than those sent now; send the first command again"
-        )
-
-
-def _record(command: UpdateCommand, number: int, batch_digest: str, result: MiniBatchResult) -> dict[str, Any]:
-    last = number + 1 == len(command.mini_batches)
-    return {
-        "update_id": command.update_id(number),
-        "step": command.step,
-        "minibatch": number,
-        "kind": "opt",
-        "version_before": command.expected_version,
-        "version_after": command.step if last else command.expected_version,
-        "batch_digest": batch_digest,
-        "skipped": result.skipped,
-        # text, because a skipped step has numbers that JSON does not know
-        "metrics_json": json.dumps(result.metrics.result(), sort_keys=True),
-    }
-
-
-def _answer(
-    command: UpdateCommand, applied: list[dict[str, Any]], learning_rate: float, *, seconds: float
-) -> UpdateResult:
-    metrics = Accumulator()
-    for done in applied:
-        metrics.merge(done["state"])
-    deviation = applied[0]["ratio_deviation"]
-    metrics.add({"actor/lr": learning_rate, "actor/first_ratio_deviation": deviation})
-    records = [done["record"] for done in applied]
-    skipped = sum(record["skipped"] for record in records)
-    return UpdateResult(command.step, command.step, metrics.result(), records, skipped, deviation, seconds)

@@ -59,8 +59,8 @@ class UpdateResult:
     """One ledger record an optimizer step: the columns of the ``updates`` table, without those that the ledger adds."""
     skipped: int
     """Optimizer steps that moved nothing."""
-    ratio_deviation: float
-    """Largest ``|ratio - 1|`` of the first mini-batch."""
+    ratio_deviation: float | None
+    """Largest ``|ratio - 1|`` of the first mini-batch that has rows and finite log-probs; none if none has."""
     seconds: float
     replayed: bool = field(default=False, compare=False)
     """The command had been applied before; nothing was computed."""

@@ -72,6 +72,12 @@ class StepRows:
         """All samples that have a trajectory, in order."""
         return list(self._place)
 
+    @property
+    def versions(self) -> set[int]:
+        """Policy versions that drew the samples."""
+        names = (columns.MIN_VERSION, columns.MAX_VERSION)
+        return {version for name in names for version in self.trajectories[name].unique().to_pylist()}
+
     def batch(self, indices: Sequence[int], rank: int = 0, ranks: int = 1) -> TensorDict:
         """Return this rank's share of some samples, in the form of :mod:`verl_omni_core.training.ppo_engine`.
 

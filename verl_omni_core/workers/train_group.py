@@ -138,6 +138,11 @@ class TrainGroup:
         """Write the policy, or its ``average``, into a folder that replicas can read."""
         return self._together("update_weights", folder, network, self.epoch, timeout_s=self.config.weights.timeout_s)[0]
 
+    def weights_checksum(self, network: str = "policy") -> str:
+        """Return the checksum that :meth:`update_weights` would give, without writing anything."""
+        timeout_s = self.config.weights.timeout_s
+        return self._together("weights_checksum", network, self.epoch, timeout_s=timeout_s)[0]
+
     def sample(self, command: ProbeCommand) -> torch.Tensor:
         """Draw one sample with the trainer's own network; returns its final latents."""
         return self._together("sample", command, timeout_s=self.config.weights.timeout_s)[0]

@@ -1,5 +1,6 @@
 """One rank's training loop over batches in memory: no store, no cluster."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from tensordict import TensorDict
 
 from verl_omni_core.errors import ContractError
 from verl_omni_core.metrics.reduce import Accumulator
+from verl_omni_core.training.engine import Counters
 from verl_omni_core.training.losses import LossFunction
 from verl_omni_core.training.ppo_engine import BatchResult, PPODiffusersFSDPEngine
 from verl_omni_core.training.ranks import Ranks
@@ -21,7 +23,8 @@ class MiniBatchResult:
 
     metrics: Accumulator
     """By the names of ``actor/*``."""
-    ratio_deviation: float
+    ratio_deviation: float | None
+    """See :class:`BatchResult`; none without rows, or where a log-prob is not finite."""
     skipped: bool
 
 
@@ -35,6 +38,7 @@ class TrainingWorker:
     def reset(self) -> None:
         """Build network, adapters, optimizer and schedule anew, as they are before the first step."""
         self.engine.initialize()
+        self.engine.counters = Counters()
 
     def set_loss_fn(self, loss_fn: LossFunction) -> None:
         """Choose the loss; see :func:`verl_omni_core.training.losses.diffusion_loss`."""
@@ -70,17 +74,19 @@ class TrainingWorker:
         except BaseException:
             engine.optimizer_zero_grad()
             raise
-        metrics = result.metrics
+        metrics = Accumulator()
         if result.pairs == 0:
             engine.skip_step("no row of the mini-batch is valid")
             is_skipped = True
         else:
             step = engine.optimizer_step()
             is_skipped = step.skipped
-            if not is_skipped:  # an infinite norm would hide all others; the skip is counted
+            if not is_skipped:  # what is not finite would hide the other mini-batches' numbers; the skip is counted
+                metrics = result.metrics
                 metrics.add({"actor/grad_norm": step.grad_norm})
         metrics.add({"actor/skipped_steps": float(is_skipped), "actor/optimizer_steps": float(not is_skipped)})
-        return MiniBatchResult(metrics, result.ratio_deviation, is_skipped)
+        has_ratios = result.pairs > 0 and math.isfinite(result.ratio_deviation)
+        return MiniBatchResult(metrics, result.ratio_deviation if has_ratios else None, is_skipped)
 
     def train_batch(self, mini_batches: Sequence[TensorDict]) -> list[MiniBatchResult]:
         """Make an optimizer step on each mini-batch, then advance the learning rate once."""
@@ -131,3 +137,5 @@ def vote(ranks: Ranks, action: Callable[[], Any] | None) -> Any:
 def set_deterministic(deterministic: bool) -> None:
     """Choose deterministic kernels where torch has them; it warns where it has none."""
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # kernels write all of their output; filling it first only costs
+    torch.utils.deterministic.fill_uninitialized_memory = False

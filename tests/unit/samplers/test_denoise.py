@@ -9,10 +9,9 @@ from torch import Tensor
 
 from verl_omni_core.samplers import cps, dpm, flow_sde, ode
 from verl_omni_core.samplers._denoise import Trajectory, denoise, draw_noise
-from verl_omni_core.samplers._schedule import sd3_sigmas
 
 STEPS, SHAPE = 6, (2, 3)
-SIGMAS = sd3_sigmas(STEPS)
+SIGMAS = torch.tensor([1.0, 0.9375, 0.8571, 0.75, 0.6, 0.375, 0.0])
 SCHEDULE = SimpleNamespace(sigmas=SIGMAS, timesteps=SIGMAS[:-1] * 1000)
 
 

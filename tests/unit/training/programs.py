@@ -15,16 +15,25 @@ from verl_omni_core.training.ranks import Ranks
 ROWS_OF = {1: [list(range(tiny.ROWS))], 2: [list(range(7)), list(range(7, tiny.ROWS))]}
 
 
-def sgd_steps(ranks: Ranks, pipeline: str, rank: int, dtype: str = "float32", steps: int = 3) -> dict[str, Any]:
-    """SGD steps on unevenly shared rows: gradients and parameters after each."""
+def sgd_steps(
+    ranks: Ranks, pipeline: str, rank: int, dtype: str = "float32", steps: int = 3, guided: bool = False
+) -> dict[str, Any]:
+    """SGD steps on unevenly shared rows: gradients and parameters after each; guided ones with a divergence term."""
     made = tiny.engine(
         pipeline, rank=rank, ranks=ranks, micro_batch=4, optimizer="sgd", learning_rate=1e-2, dtype=dtype
     )
     tiny.stir(made)
-    batch = tiny.take(tiny.batch(pipeline), ROWS_OF[ranks.size][ranks.rank])
-    results: dict[str, Any] = {"gradients": [], "parameters": [], "norms": [], "metrics": []}
+    batch = tiny.take(tiny.batch(pipeline, guided=guided, dtype=getattr(torch, dtype)), ROWS_OF[ranks.size][ranks.rank])
+    loss = tiny.policy_gradient()
+    if guided:
+        made.set_denoising(tiny.denoising(pipeline, 2.0))
+        means = made.infer_batch(batch, "reference", means=True)["prev_sample_mean"]
+        batch["rows"]["steps"]["ref_prev_sample_mean"] = means
+        loss = tiny.policy_gradient(tiny.SimpleNamespace(kl_coef=1.0))
+    results: dict[str, Any] = {"gradients": [], "parameters": [], "norms": [], "metrics": [], "deviations": []}
     for _ in range(steps):
-        outcome = made.forward_backward_batch(batch, tiny.policy_gradient())
+        outcome = made.forward_backward_batch(batch, loss)
+        results["deviations"].append(outcome.ratio_deviation)
         results["gradients"].append(tiny.gradients(made))
         results["norms"].append(made.optimizer_step().grad_norm)
         results["parameters"].append(tiny.parameters(made))
@@ -37,12 +46,13 @@ def everything(ranks: Ranks, pipeline: str, folder: str, resumes: bool) -> dict[
     results: dict[str, Any] = {
         "lora": sgd_steps(ranks, pipeline, 4),
         "full": sgd_steps(ranks, pipeline, 0),
-        "bf16": sgd_steps(ranks, pipeline, 0, "bfloat16", 1)["metrics"],
         "listening": [
             connection.laddr.ip
             for connection in psutil.Process().net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         ],
+        "bf16": sgd_steps(ranks, pipeline, 0, "bfloat16", 1),
+        "guided": sgd_steps(ranks, pipeline, 4, steps=1, guided=True),
     }
     results["empty rank"] = _gradient_with_an_empty_rank(ranks, pipeline)
     results["skip"] = _one_rank_sees_infinity(ranks, pipeline)

@@ -8,6 +8,8 @@ import torch
 from tests.unit.training import programs, tiny
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.training import checkpoint
+from verl_omni_core.training.engine import Counters
+from verl_omni_core.workers.training_worker import TrainingWorker
 
 
 @pytest.fixture
@@ -66,6 +68,39 @@ def test_what_is_written_is_compared_with_what_is_read_back(pipeline, tmp_path, 
     with pytest.raises(StoreError, match="reads back differently"):
         made.save_checkpoint(tmp_path / "c")
     assert not (tmp_path / "c" / checkpoint.INDEX_FILE).exists()
+
+
+def test_what_is_written_is_read_back_in_portions_that_fit_beside_the_model(pipeline, tmp_path, monkeypatch):
+    made = tiny.engine(pipeline, ema_decay=0.9)
+    real, portions = checkpoint._read, []
+
+    def reads(engine, folder, into):
+        portions.append({name: tensor.nbytes for name, tensor in into.items()})
+        real(engine, folder, into)
+        if last in into:
+            into[last].view(-1)[0] += 1
+
+    monkeypatch.setattr(checkpoint, "_read", reads)
+    monkeypatch.setattr(checkpoint, "COMPARED_BYTES", 4000)
+    names = list(checkpoint._tensors(made)[0])
+    last = None
+    made.save_checkpoint(tmp_path / "whole")
+    assert [name for portion in portions for name in portion] == names
+    assert len(portions) > 1
+    assert all(sum(portion.values()) <= 4000 for portion in portions if len(portion) > 1)
+    last = names[-1]
+    with pytest.raises(StoreError, match="reads back differently"):
+        made.save_checkpoint(tmp_path / "damaged")
+
+
+def test_a_reset_worker_is_as_before_its_first_step(pipeline, batch):
+    worker = TrainingWorker(tiny.engine(pipeline, learning_rate=1e-2), tiny.policy_gradient())
+    before = tiny.parameters(worker.engine)
+    worker.train_batch([batch])
+    assert (worker.engine.counters.optimizer_steps, worker.engine.counters.training_steps) == (1, 1)
+    worker.reset()
+    assert worker.engine.counters == Counters()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tiny.parameters(worker.engine).items())
 
 
 def test_random_states_and_counters_come_back(pipeline, saved):

@@ -49,7 +49,7 @@ def one(pipeline, checkpoints):
 def test_gradients_of_two_ranks_equal_those_of_one_in_three_steps(one, two, kind):
     for found in two:
         for step in range(3):
-            assert tiny.per_tensor(found[kind]["gradients"][step], one[kind]["gradients"][step]) < 1e-5
+            assert tiny.per_tensor(found[kind]["gradients"][step], one[kind]["gradients"][step]) < 5e-5
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
@@ -67,8 +67,18 @@ def test_metrics_and_norms_of_two_ranks_equal_those_of_one(one, two, kind):
         assert two[0][kind]["metrics"][step] == two[1][kind]["metrics"][step]
 
 
-def test_bf16_computes_on_any_number_of_ranks(one, two):
-    assert two[0]["bf16"][0]["actor/ratio_mean"] == pytest.approx(one["bf16"][0]["actor/ratio_mean"], abs=1e-2)
+def test_two_ranks_that_compute_in_bf16_replay_a_bf16_rollout_and_agree_on_the_gradient(one, two):
+    for found in (one["bf16"], two[0]["bf16"], two[1]["bf16"]):
+        assert found["deviations"][0] <= 2e-3  # other batch sizes round otherwise
+    difference = tiny.relative(two[0]["bf16"]["gradients"][0], one["bf16"]["gradients"][0])
+    assert difference < 3e-2
+
+
+def test_a_guided_step_with_a_divergence_term_has_one_gradient_on_any_number_of_ranks(one, two):
+    assert two[0]["guided"]["metrics"][0]["actor/kl_loss"] > 0
+    for found in two:
+        assert tiny.per_tensor(found["guided"]["gradients"][0], one["guided"]["gradients"][0]) < 1e-5
+        assert found["guided"]["metrics"][0] == pytest.approx(one["guided"]["metrics"][0], rel=1e-5, abs=1e-7)
 
 
 def test_a_rank_without_rows_takes_part_and_changes_nothing(one, two):

@@ -38,6 +38,8 @@ def engine(path: str | Path, *, rank: int = 4, ranks: Ranks | None = None, warm:
     """A built engine; ``settings`` are TrainingSettings' or the engine's own."""
     own = {k: settings.pop(k) for k in ("deterministic", "reference", "extra_adapters", "total_steps") if k in settings}
     lora = {k: settings.pop(k) for k in ("targets", "exclude", "alpha", "init") if k in settings}
+    if "lora_dtype" in settings:
+        lora["dtype"] = settings.pop("lora_dtype")
     dtype = settings.pop("dtype", "float32")
     model = ModelSettings(
         path=str(path), dtype=dtype, lora=LoraSettings(rank=rank, adapter_path=warm, **{"alpha": 8, **lora})
@@ -63,9 +65,20 @@ def stir(made: PPODiffusersFSDPEngine, scale: float = 0.05) -> None:
             sharding.local(parameter).copy_(sharding.local(values))
 
 
-def batch(path: str | Path, rows: int = ROWS, seed: int = 3, guided: bool = False) -> TensorDict:
-    """Trajectories of the base network with advantages and old log-probs, three prompts."""
-    module = ADAPTER.load_denoiser(str(path), torch.float32)
+def batch(
+    path: str | Path,
+    rows: int = ROWS,
+    seed: int = 3,
+    guided: bool = False,
+    module: torch.nn.Module | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> TensorDict:
+    """Trajectories with advantages and old log-probs, three prompts.
+
+    Args:
+        module: that draws them, in ``dtype``; none: the base network.
+    """
+    module = module or ADAPTER.load_denoiser(str(path), dtype)
     generator = torch.Generator().manual_seed(seed)
     names = {"prompt_embeds": (93, 32), "pooled_prompt_embeds": (64,)}
     if guided:
@@ -75,7 +88,7 @@ def batch(path: str | Path, rows: int = ROWS, seed: int = 3, guided: bool = Fals
     how = denoising(path, 2.0 if guided else 1.0)
 
     def velocity(latents: Tensor, timestep: Tensor, _: int) -> Tensor:
-        told = {name: value[prompt_index] for name, value in conditioning.items()}
+        told = {name: value[prompt_index].to(dtype) for name, value in conditioning.items()}
         return ADAPTER.velocity(module, latents, timestep, told, how.guidance_scale)
 
     trajectory = denoise(
