@@ -9,7 +9,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 from verl_omni_core.training import ranks
 
 _LOOPBACK = "127.0.0.1"
-_MEET_S = 600.0
+_WAIT_S = 1800.0  # as the engine's own group has it
 
 
 class HostDiffusionWorker(DiffusionWorker):
@@ -22,9 +22,9 @@ class HostDiffusionWorker(DiffusionWorker):
         if not torch.distributed.is_initialized():
             port, store = int(self.od_config.master_port), None
             if self.rank == 0:
-                store, port = ranks.open_rendezvous(_LOOPBACK, _MEET_S, port)
+                store, port = ranks.open_rendezvous(_LOOPBACK, _WAIT_S, port)
             size = self.od_config.num_gpus
-            ranks.join(self.rank, size, host=_LOOPBACK, port=port, device="cpu", timeout_s=_MEET_S, store=store)
+            ranks.join(self.rank, size, host=_LOOPBACK, port=port, device="cpu", timeout_s=_WAIT_S, store=store)
         super().init_device()
 
     def sleep(self, level: int = 1) -> int:
