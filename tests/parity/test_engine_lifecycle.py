@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 SAMPLING = SamplingParams(32, 32, 6, "flow_sde", {}, "uniform", 0.7, (0, 3), 1.0, 16)
 REQUESTS = [SampleRequest(f"r{index}", "a red cube", None, 11 + index, SAMPLING) for index in range(3)]
-SLOW = replace(REQUESTS[0], sampling=replace(SAMPLING, num_inference_steps=2000))
+SLOW = replace(REQUESTS[0], sampling=replace(SAMPLING, num_inference_steps=8000))
 LIMIT_S = 4.0
 
 
@@ -70,6 +70,10 @@ def test_full_weights_are_taken_and_restored_bit_for_bit(tiny: Pipeline, single:
     partly = {name: tensor for name, tensor in state.items() if ".to_q." not in name}
     with pytest.raises(ContractError, match="parts of"):
         single.call("load_weights", WeightUpdate(3, "full", partly))
+    with pytest.raises(EngineError, match="loading version 3 did not succeed"):
+        single.call("generate", REQUESTS[0])
+    single.call("load_weights", WeightUpdate(4, "full", state))
+    assert _gap(base, single.each("generate", REQUESTS)) == 0
 
 
 def test_sleep_leaves_the_bits_alone(single: EngineProcess) -> None:

@@ -28,6 +28,8 @@ PROMISED = {
     "ratio off": "A replica's weight that is off by 1e-3",
     "ratio limit": "A setting stops a run whose ratio deviates",
     "rejection": "Samples that the policy did not draw are set aside",
+    "loopback": "Services and actors listen on loopback alone",
+    "logged metrics": "The metrics of the list are logged by their names",
     "engines": "vLLM-Omni and diffusers give the same latents",
     "no noise": "Without noise both engines equal the stock pipeline",
     "gradients of ranks": "Two FSDP2 ranks and one give per-tensor gradients",
