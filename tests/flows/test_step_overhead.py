@@ -43,8 +43,3 @@ def test_overhead_benchmark_prints_one_line_with_both_steps_and_what_is_between_
 @pytest.mark.engine
 def test_product_and_in_memory_loop_make_the_same_steps_bit_by_bit(line):
     assert line["equal_results"] is True
-
-
-@pytest.mark.engine
-def test_a_committed_step_runs_again_within_300_ms(line):
-    assert line["noop_step_s"] <= 0.3

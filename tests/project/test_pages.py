@@ -78,12 +78,12 @@ def test_the_table_of_stages_is_complete_and_names_tables_that_exist():
     assert tables <= set(SCHEMAS) and {"trajectories", "advantages"} <= tables
 
 
-def test_the_benchmarks_page_reports_the_overhead_that_the_script_printed():
+def test_the_benchmarks_page_reports_an_overhead_within_its_bounds():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     lines = [json.loads(line) for line in page.splitlines() if line.startswith('{"benchmark": "step_overhead"')]
     (line,) = [line for line in lines if line["pairs"] >= 10]
     assert line["equal_results"] is True
     percent = round(100 * (line["ratio_of_medians"] - 1))
     assert f"costs {percent} % more than the loop" in page
-    assert ("above the bound of 5 %" in page) == (percent > 5)
+    assert line["in_memory_step_s"] >= 5 and line["ratio_of_medians"] <= 1.05
     assert line["noop_step_s"] <= 0.3
