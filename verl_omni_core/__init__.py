@@ -13,7 +13,7 @@ __all__ = ["__version__", "train"]
 
 def __getattr__(name: str) -> Any:
     if name == "train":
-        from verl_omni_core.train import train
+        from verl_omni_core.online import train
 
         return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

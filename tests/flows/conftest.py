@@ -20,9 +20,9 @@ from tests.flows import small
 from tests.flows.recorded import Recorded
 from verl_omni_core.cluster import prefect_server, ray_head, services
 from verl_omni_core.cluster.start import start
+from verl_omni_core.online import train
 from verl_omni_core.settings.run import ClusterSettings, RunConfig
 from verl_omni_core.store.runs import open_run
-from verl_omni_core.train import train
 from verl_omni_core.workers.actors import Actors
 from verl_omni_core.workers.namespaces import end_actors
 

@@ -13,8 +13,8 @@ import ray
 from tests.flows import small
 from tests.flows.conftest import Broken, Ran
 from verl_omni_core.errors import EngineError
+from verl_omni_core.online import train
 from verl_omni_core.rollout import vllm_omni
-from verl_omni_core.train import train
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -13,8 +13,8 @@ import torch
 from tests.flows import small
 from tests.flows.conftest import Ran
 from verl_omni_core.agent_loop.sampling import sampling_from_json
+from verl_omni_core.online import train
 from verl_omni_core.rollout._contract import SampleRequest
-from verl_omni_core.train import train
 from verl_omni_core.workers.router import ReplicaRouter
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

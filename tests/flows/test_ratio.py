@@ -11,10 +11,10 @@ import ray
 from tests.flows import small
 from tests.flows.conftest import Ran
 from verl_omni_core.errors import ContractError, OffPolicyError
+from verl_omni_core.online import train
 from verl_omni_core.stages.opening import attach
 from verl_omni_core.stages.session import RunRef
 from verl_omni_core.stages.sync import load_into_replicas, probe
-from verl_omni_core.train import train
 from verl_omni_core.weights.filesystem import read_update
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -12,12 +12,12 @@ import pytest
 from tests.flows import small
 from tests.flows.conftest import Ran
 from verl_omni_core.evaluate import evaluate
+from verl_omni_core.online import train
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.ending import end_run
 from verl_omni_core.stages.subjects import plan_evaluation
 from verl_omni_core.store.lease import is_owned
 from verl_omni_core.store.runs import list_runs
-from verl_omni_core.train import train
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -87,3 +87,13 @@ def test_the_benchmarks_page_reports_an_overhead_within_its_bounds():
     assert f"costs {percent} % more than the loop" in page
     assert line["in_memory_step_s"] >= 5 and line["ratio_of_medians"] <= 1.05
     assert line["noop_step_s"] <= 0.3
+
+
+def test_the_readmes_python_runs_as_printed(monkeypatch, capsys):
+    from verl_omni_core import online
+
+    monkeypatch.setattr(online, "train", lambda config: f"{config.run.steps} steps of {config.model.path}")
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for _ in range(2):  # a name that hides a module would change its meaning with the first use
+        exec(source, {})
+    assert capsys.readouterr().out == "5 steps of glyph\n" * 2

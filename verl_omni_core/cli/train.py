@@ -36,7 +36,17 @@ def train(
         config = config.model_copy(update={"run": named})
     for note in check(config).notes:
         print(f"note: {note}", file=sys.stderr)
+    _refuse_early(config)
     print(_run(config, resolved.record(), prefect))
+
+
+def _refuse_early(config: "RunConfig") -> None:
+    """Refuse before anything starts what opening the run would refuse after it."""
+    from verl_omni_core.stages.opening import refuse_owned, resumed
+
+    folder = resumed(config)
+    if folder is not None:
+        refuse_owned(folder)
 
 
 def _run(config: "RunConfig", origins: dict[str, str], prefect: bool) -> str:
@@ -60,6 +70,6 @@ def _surrounded(config: "RunConfig", origins: dict[str, str], prefect: bool, dis
     surround(config.cluster, with_prefect=prefect, say=display.message)
     if prefect:
         return str(flow("online")(config, origins=origins))
-    from verl_omni_core.train import train as run
+    from verl_omni_core.online import train as run
 
     return run(config, origins)

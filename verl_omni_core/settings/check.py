@@ -52,7 +52,8 @@ def check(config: RunConfig, *, splits: tuple[resolve.Split, ...] = SPLITS) -> C
     """
     found = CheckedRun(config, splits)
     problems: dict[str, ConfigError | DataError] = {}
-    for part in (_components, _noise, _precision, _groups, _window, _scorers, _engine, _model, _adapters, _data):
+    sampling = (_components, _noise, _precision, _groups, _window)
+    for part in (_store, *sampling, _scorers, _engine, _model, _adapters, _data):
         try:
             part(found)
         except (ConfigError, DataError) as problem:
@@ -63,6 +64,13 @@ def check(config: RunConfig, *, splits: tuple[resolve.Split, ...] = SPLITS) -> C
         is_data = all(isinstance(problem, DataError) for problem in problems.values())
         raise (DataError if is_data else ConfigError)("\n".join(problems))
     return found
+
+
+def _store(found: CheckedRun) -> None:
+    store = Path(found.config.run.store).absolute()
+    there = next(path for path in (store, *store.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"run.store is {str(store)!r}, but {there} is a file; give a folder or a new name")
 
 
 def _components(found: CheckedRun) -> None:

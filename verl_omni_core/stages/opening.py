@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from verl_omni_core.errors import ConfigError, StoreError
+from verl_omni_core.errors import ConfigError, FencedError, StoreError
 from verl_omni_core.settings.check import check
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
@@ -20,7 +20,7 @@ from verl_omni_core.stages.session import RunRef, Session, let_go, register
 from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import runs
 from verl_omni_core.store.artifacts import RunStore
-from verl_omni_core.store.lease import Ownership, take_ownership
+from verl_omni_core.store.lease import Ownership, describe_holder, is_owned, take_ownership
 from verl_omni_core.training.checkpoint import INDEX_FILE
 from verl_omni_core.version import __version__
 from verl_omni_core.workers.actors import Actors
@@ -123,20 +123,39 @@ def store_of(ref: RunRef, config: RunConfig) -> RunStore:
     return RunStore(ref.root, epoch=ref.epoch, min_free_bytes=int(config.durability.min_free_gb * 1e9))
 
 
-def _folder(config: RunConfig) -> runs.RunFolder:
-    settings = config.model_dump(mode="json")
-    if config.run.id is None:
-        return runs.create_run(config.run.store, settings, code_version=__version__)
-    try:
-        folder = runs.open_run(config.run.store, config.run.id)
-    except StoreError:
-        if (Path(config.run.store) / config.run.id).exists():
-            raise
-        return runs.create_run(config.run.store, settings, code_version=__version__, run_id=config.run.id)
+def resumed(config: RunConfig) -> runs.RunFolder | None:
+    """Return the run that these settings go on with, or none if they begin one. Changes nothing.
+
+    Raises:
+        ConfigError: it was started with other settings, or trains nothing. StoreError: its folder is damaged.
+    """
+    if config.run.id is None or not (Path(config.run.store) / config.run.id).exists():
+        return None
+    folder = runs.open_run(config.run.store, config.run.id)
     if folder.kind != runs.TRAIN:
         raise ConfigError(f"run {folder.run_id!r} is an evaluation and trains nothing; give run.id another value")
-    _refuse_other_settings(folder, settings)
+    _refuse_other_settings(folder, config.model_dump(mode="json"))
     return folder
+
+
+def refuse_owned(folder: runs.RunFolder) -> None:
+    """Refuse a run that a live process owns, this one too.
+
+    Raises:
+        FencedError: names the owner.
+    """
+    if is_owned(folder.root):
+        raise FencedError(
+            f"run {folder.run_id!r} is owned by {describe_holder(folder.root)}; wait for it, stop it, or give run.id "
+            "another value"
+        )
+
+
+def _folder(config: RunConfig) -> runs.RunFolder:
+    settings = config.model_dump(mode="json")
+    return resumed(config) or runs.create_run(
+        config.run.store, settings, code_version=__version__, run_id=config.run.id
+    )
 
 
 def _refuse_other_settings(folder: runs.RunFolder, settings: Mapping[str, Any]) -> None:

@@ -153,7 +153,13 @@ def create_run(
         )
     store = Path(store)
     with storage_errors(store):
-        store.mkdir(parents=True, exist_ok=True)
+        try:
+            store.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+            raise ConfigError(
+                f"run.store is {str(store)!r}, where no folder can be made ({error.strerror}); give one that exists or "
+                "can be made"
+            ) from error
         root = _make_folder(store, run_id, profile)
         config = _named(config, root.name)
         content = {

@@ -7,6 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_omni_core.cli import main, train
+from verl_omni_core.settings.loader import load
+from verl_omni_core.store import runs
+from verl_omni_core.store.lease import take_ownership
 
 PROFILE = "glyph-flow_grpo-ocr-cpu"
 PROMPTS = {
@@ -86,6 +89,8 @@ def refusal(folder, *changes: str, profile: str = PROFILE, lines: int = 1) -> st
         ("data.train=long.jsonl", "data.train", "row 1", "data.overlong"),
         ("data.train=torn.jsonl", "data.train", "row 2 (line 3)", "correct or remove it"),
         ("data.train=blank.jsonl", "data.train", "row 1", "fill it"),
+        ("run.store=good.jsonl", "run.store", "is a file", "give a folder"),
+        ("run.store=good.jsonl/runs", "run.store", "is a file", "give a folder"),
     ],
 )
 def test_input_that_cannot_work_ends_with_one_message_before_anything_starts(fresh, change, key, seen, allowed):
@@ -128,6 +133,33 @@ def test_an_engine_that_is_missing_or_not_admitted_ends_with_one_message(fresh, 
     monkeypatch.setattr(importlib.metadata, "version", version)
     message = refusal(fresh)
     assert "rollout.name" in message and seen in message and "'diffusers'" in message
+
+
+def test_a_run_that_cannot_go_on_is_refused_before_anything_starts(fresh):
+    given = [f"data.{split}=good.jsonl" for split in ("train", "validation")]
+    config = load(PROFILE, overrides=[*given, f"run.store={fresh / 'runs'}", "run.id=begun"]).config
+    begun = runs.create_run(fresh / "runs", config.model_dump(mode="json"), code_version="1", run_id="begun")
+    runs.create_run(fresh / "runs", config.model_dump(mode="json"), code_version="1", run_id="judged", kind="evaluate")
+
+    def refused(run_id: str, *changes: str) -> tuple[int, str]:
+        sets = [part for change in (*given, f"run.store={fresh / 'runs'}", *changes) for part in ("--set", change)]
+        done = CliRunner().invoke(main.app, ["train", PROFILE, "--run-id", run_id, *sets])
+        assert done.stdout == "" and done.stderr.count("Error: ") == 1
+        return done.exit_code, done.stderr
+
+    code, message = refused("begun", "training.learning_rate=1e-3")
+    assert code == 2 and "training.learning_rate = 0.0006, and now it is 0.001" in message
+    code, message = refused("judged")
+    assert code == 2 and "'judged' is an evaluation" in message
+    owner = take_ownership(begun.root, "somebody")
+    try:
+        code, message = refused("begun")
+        assert code == 1 and "'begun' is owned by somebody" in message
+    finally:
+        owner.release()
+    (begun.root / "run.json").write_text("{")
+    code, message = refused("begun")
+    assert code == 1 and "run.json" in message
 
 
 def test_all_faults_are_in_one_message(fresh):

@@ -43,7 +43,7 @@ def test_config_prints_a_profile_that_resolves_to_itself(tmp_path):
 
 @pytest.mark.parametrize("how", ["--prefect", "--no-prefect"])
 def test_train_hands_the_origins_of_its_settings_to_the_run(monkeypatch, tmp_path, how):
-    from verl_omni_core import train as plain
+    from verl_omni_core import online as plain
     from verl_omni_core.cli import train
 
     given = {}
