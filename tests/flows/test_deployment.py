@@ -58,5 +58,9 @@ def test_a_worker_runs_the_online_deployment(home: Path, store: Path, monkeypatc
         _prefect("deployment", "run", "teardown/teardown", *watched_teardown, environment=environment)
     finally:
         worker.terminate()
-        worker.wait(60)
+        try:
+            worker.wait(60)
+        except subprocess.TimeoutExpired:  # a worker may take its time; what it ran is judged above
+            worker.kill()
+            worker.wait(10)
         ran.end()
