@@ -1,6 +1,7 @@
 """What every test may rely on: no settings from outside, no hub, local services in a folder of their own."""
 
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -22,3 +23,20 @@ def clean_environment(tmp_path_factory):
     patch.setenv("HF_HUB_OFFLINE", "1")
     yield
     patch.undo()
+
+
+_status: list[int] = []
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    _status.append(int(exitstatus))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave without taking the interpreter apart: native threads that engines and process groups left may still run
+    then, and a crash would hide what the tests said."""
+    if _status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status[-1])
