@@ -15,6 +15,7 @@ from verl_omni_core import registry
 from verl_omni_core.identity import digest
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.index import open_ledger
 from verl_omni_core.store.lease import Ownership
 from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.runs import RunFolder, open_run
@@ -81,7 +82,7 @@ class Session:
 
     @cached_property
     def ledger(self) -> Ledger:
-        return Ledger(self.root, epoch=self.ref.epoch)
+        return open_ledger(self.store)
 
     @cached_property
     def tracker(self) -> Tracker:

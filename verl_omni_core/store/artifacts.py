@@ -86,6 +86,11 @@ class RunStore:
         folder = Path(self.root) / "steps"
         return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
 
+    def stages(self, step: int) -> list[str]:
+        """Return the stages of a step that have a folder, by name; not all of them need be committed."""
+        folder = Path(self.root) / "steps" / f"{step:06d}"
+        return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
     def attempt(
         self,
         step: int,
@@ -219,13 +224,14 @@ class RunStore:
                     found.setdefault(record.shard, record)
         return found
 
-    def sweep(self, steps: Iterable[int] | None = None) -> int:
+    def sweep(self, steps: Iterable[int] | None = None, *, finished: bool = False) -> int:
         """Delete attempts of older epochs that nothing needs, and return how many.
 
         Kept are the committed one of each stage, and those of an uncommitted stage that have finished shards.
 
         Args:
             steps: those to look at; all by default.
+            finished: whether the steps are finished: then of committed stages attempts of this epoch go as well.
         Raises:
             FencedError: a newer owner exists.
         """
@@ -239,7 +245,8 @@ class RunStore:
                     is_old = int(attempt.name.partition("-")[0]) < self.epoch
                     is_winner = winner is not None and attempt.name == winner.attempt
                     is_useful = winner is None and any((attempt / SHARDS).glob("*.json"))
-                    if is_old and not is_winner and not is_useful:
+                    is_beaten = finished and winner is not None
+                    if (is_old or is_beaten) and not is_winner and not is_useful:
                         shutil.rmtree(attempt, ignore_errors=True)
                         swept += 1
         return swept

@@ -10,6 +10,7 @@ from pathlib import Path
 from verl_omni_core.errors import StoreError
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.attempt import COMMIT, REJECTED, stage_folder
+from verl_omni_core.store.index_files import forget
 from verl_omni_core.store.durable_files import replace_whole, sync_all
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef
@@ -35,6 +36,7 @@ def reject(store: RunStore, ref: ArtifactRef, reason: str) -> list[ArtifactRef]:
             f"stage {ref.stage!r} of step {ref.step} is committed as {current.attempt if current else 'nothing'}, "
             f"{ref.attempt} was to be rejected; read the step again"
         )
+    forget(Path(store.root), ref.step)
     taken_back = [*reversed(_descendants(store, ref)), ref]
     for each in taken_back:
         stage = stage_folder(Path(store.root), each.step, each.stage)
