@@ -19,6 +19,7 @@ from verl_omni_core.stages.session import RunRef, Session, let_go, register
 from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import index, runs
 from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.collected import is_collected
 from verl_omni_core.store.lease import Ownership, describe_holder, is_owned, take_ownership
 from verl_omni_core.training.checkpoint import INDEX_FILE
 from verl_omni_core.version import __version__
@@ -98,7 +99,7 @@ def restore(session: Session) -> None:
     for step in reversed(store.steps()):
         try:
             ref = store.find(step, CHECKPOINT) if step <= done else None
-            if ref is not None:
+            if ref is not None and not is_collected(session.root, ref):
                 trainer.load_checkpoint(str(store.path_of(ref, INDEX_FILE).parent))
                 return
         except StoreError as error:

@@ -71,6 +71,8 @@ class Session:
     """Seconds of every stage that ran in this process, by step and stage."""
     begins: dict[int, dict[str, float]] = field(default_factory=dict)
     """When each of them began, by ``time.perf_counter``."""
+    settled: dict[str, int] = field(default_factory=dict)
+    """Kind of files to the last step of which this process has deleted what retention lets go."""
 
     def producer(self, **facts: Any) -> dict[str, Any]:
         """Return who makes an artifact, for its manifest."""

@@ -300,6 +300,11 @@ def stage_folder(root: Path, step: int, stage: str) -> Path:
     return root / "steps" / f"{step:06d}" / stage
 
 
+def attempt_folder(root: Path, ref: ArtifactRef) -> Path:
+    """Return the folder of the attempt that a reference names."""
+    return stage_folder(root, ref.step, ref.stage) / "attempts" / safe_name(ref.attempt)
+
+
 def read_commit(folder: Path) -> ArtifactRef | None:
     """Return what is committed in a stage's folder, or none.
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from verl_omni_core.errors import StoreError
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.attempt import COMMIT, REJECTED, stage_folder
-from verl_omni_core.store.index_files import forget
 from verl_omni_core.store.durable_files import replace_whole, sync_all
+from verl_omni_core.store.index_files import forget
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef
 
