@@ -242,7 +242,7 @@ class RunStore:
 
         Args:
             steps: those to look at; all by default.
-            finished: whether the steps are finished: then of committed stages attempts of this epoch go as well.
+            finished: whether the steps lie far behind: then all but the committed attempts go.
         Raises:
             FencedError: a newer owner exists.
         """
@@ -263,8 +263,7 @@ class RunStore:
                     is_old = int(attempt.name.partition("-")[0]) < self.epoch
                     is_winner = winner is not None and attempt.name == winner.attempt
                     is_useful = winner is None and any((attempt / SHARDS).glob("*.json"))
-                    is_beaten = finished and winner is not None
-                    if (is_old or is_beaten) and not is_winner and not is_useful:
+                    if not is_winner and (finished or (is_old and not is_useful)):
                         yield attempt
 
     def _stage_folder(self, step: int, stage: str) -> Path:

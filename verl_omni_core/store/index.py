@@ -1,7 +1,7 @@
 """An index that opens long runs fast: what stands behind a run's newest steps, a file for every 100 of them.
 
-Everything in it is derived. A block says that all steps up to its last one are finished and swept, so opening the run
-looks only at what comes after; a block that is missing, damaged or overtaken is no obstacle, and the owner writes it
+Everything in it is derived. A block says that all steps up to its last one are finished, and those before its first one
+swept, so opening the run looks only at what comes after; a block that is missing, damaged or overtaken is no obstacle, and the owner writes it
 anew from the commits. ``verl-omni verify`` compares all of it with them.
 """
 
@@ -67,19 +67,24 @@ def open_ledger(store: RunStore) -> Ledger:
     return Ledger(store.root, epoch=store.epoch, **({"start": block.ledger} if block else {}))
 
 
-def sweep(store: RunStore) -> int:
-    """Delete attempts that nothing needs, of the steps that the index has not settled; see :meth:`RunStore.sweep`.
+def unsettled_steps(store: RunStore) -> list[int]:
+    """Return the steps in which there may be something to sweep.
 
-    The newest block's own steps are looked at again: a snapshot that was being written beside the next step may have
-    been cut off after the block was.
+    The newest block's own steps are among them: a snapshot that was being written beside the next step may have been
+    cut off after that block was written.
     """
     block = newest_block(store)
     first = block.last - STEPS + 1 if block else 0
-    return store.sweep(step for step in store.steps() if step >= first)
+    return [step for step in store.steps() if step >= first]
+
+
+def sweep(store: RunStore) -> int:
+    """Delete attempts that nothing needs, of the steps that the index has not settled; see :meth:`RunStore.sweep`."""
+    return store.sweep(unsettled_steps(store))
 
 
 def extend(store: RunStore, ledger: Ledger, step: int) -> None:
-    """Write the block that ends with ``step``, if one does, once the step is finished; sweeps its steps before that."""
+    """Write the block that ends with ``step``, if one does, once the step is finished."""
     if step % STEPS == 0:
         repair(store, ledger, at_least=step)
 
@@ -103,7 +108,8 @@ def repair(store: RunStore, ledger: Ledger, *, at_least: int = 0) -> list[int]:
         block = build_block(store, ledger, last)
         if block is None:
             break
-        store.sweep(range(last - STEPS + 1, last + 1), finished=True)
+        # the block before it; in its own steps a snapshot may still be on its way
+        store.sweep(range(last - 2 * STEPS + 1, last - STEPS + 1), finished=True)
         _write(store, block)
         written.append(last)
     return written

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from verl_omni_core.errors import ContractError, FencedError, StoreError
-from verl_omni_core.store.durable_files import create_whole
+from verl_omni_core.store.durable_files import create_whole, storage_errors
 from verl_omni_core.store.lease import check_epoch, describe_holder
 from verl_omni_core.store.manifest import sha256
 
@@ -90,7 +90,8 @@ class Ledger:
                 entry["sha256"] = _digest(entry)
             except (TypeError, ValueError) as error:
                 raise ContractError(f"ledger record cannot become JSON: {error}") from error
-            self._folder.mkdir(exist_ok=True)
+            with storage_errors(self._folder):
+                self._folder.mkdir(exist_ok=True)
             try:
                 if not self._overtaken:
                     create_whole(self._path(sequence), json.dumps(entry, sort_keys=True).encode())

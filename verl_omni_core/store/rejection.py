@@ -10,7 +10,7 @@ from pathlib import Path
 from verl_omni_core.errors import StoreError
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.attempt import COMMIT, REJECTED, stage_folder
-from verl_omni_core.store.durable_files import replace_whole, sync_all
+from verl_omni_core.store.durable_files import replace_whole, storage_errors, sync_all
 from verl_omni_core.store.index_files import forget
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef
@@ -43,7 +43,8 @@ def reject(store: RunStore, ref: ArtifactRef, reason: str) -> list[ArtifactRef]:
         note = {**each.to_json(), "reason": reason, "rejected": datetime.now(UTC).isoformat(timespec="milliseconds")}
         replace_whole(stage / "attempts" / each.attempt / REJECTED, json.dumps(note, indent=1).encode())
         (stage / COMMIT).unlink()
-        sync_all([stage])
+        with storage_errors(stage):
+            sync_all([stage])
     return taken_back
 
 
