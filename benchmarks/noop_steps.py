@@ -110,7 +110,6 @@ def run_steps(session: Any, steps: int) -> dict[str, list[float]]:
     """Run the steps as Prefect tasks; return the driver's memory, in bytes, and seconds of each step."""
     from prefect import flow, task
 
-    from benchmarks.memory import footprint
     from tasks.evaluation import log_step
     from tasks.rollout import plan_step
     from tasks.settings import STAGE
@@ -131,10 +130,16 @@ def run_steps(session: Any, steps: int) -> dict[str, list[float]]:
             updated = trained(step, [samples, advantages])
             log_step(run, step, [samples, rewards, advantages, updated])
             seen["seconds"].append(time.perf_counter() - begun)
-            seen["bytes"].append(float(footprint([os.getpid()]).pss_bytes))
+            seen["bytes"].append(private_bytes())
 
     noop_steps()
     return seen
+
+
+def private_bytes() -> float:
+    """Return this process's own memory: pages that it shares with others or that map files do not count."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("RssAnon"))
 
 
 def report(seen: dict[str, list[float]]) -> dict[str, Any]:
