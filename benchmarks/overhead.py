@@ -1,6 +1,6 @@
 """What durability costs: one JSON line a part, each with its bound and whether it holds.
 
-    python -m benchmarks.overhead                          # all parts, a quarter of an hour on two cores
+    python -m benchmarks.overhead                          # all parts, half an hour on two cores
     python -m benchmarks.overhead --parts commit open      # some of them
     python -m benchmarks.overhead --small                  # a check of the script; its numbers mean nothing
 

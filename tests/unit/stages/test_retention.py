@@ -222,13 +222,14 @@ def test_a_share_of_the_media_shards_stays_by_a_hash_of_run_step_and_shard(store
     assert (not list(wanted(policy))) and (share == 0 or {r.ref.step for r in wanted(other)})
 
 
-def test_weights_of_validated_steps_of_the_newest_and_of_the_first_stay(store):
+@pytest.mark.parametrize(("checkpoint_every", "left"), [(0, [0, 2, 8, 10]), (3, [0, 2, 6, 8, 10])])
+def test_weights_of_validated_and_of_kept_steps_of_the_newest_and_of_the_first_stay(store, checkpoint_every, left):
     commit(store, 0, "sync")
-    for step in range(1, 9):
+    for step in range(1, 11):
         do_step(store, step, validated=step in (2, 5), without=("sync",) if step % 2 else ())
-    policy = Policy(store, config(sync_interval=2, weight_steps=1), UUID, 7)
+    policy = Policy(store, config(checkpoint_every, sync_interval=2, weight_steps=1), UUID, 9)
     remove(policy, wanted(policy))
-    assert [step for step in (0, 2, 4, 6, 8) if readable(store, step, "sync")["weights"]] == [0, 2, 6, 8]
+    assert [step for step in range(0, 11, 2) if readable(store, step, "sync")["weights"]] == left
 
 
 def test_held_out_samples_keep_pictures_and_seeds_and_lose_embeddings(store):
