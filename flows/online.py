@@ -5,7 +5,7 @@ from prefect import flow
 from tasks.evaluation import draw_preview, log_step, validate_policy
 from tasks.reward import score
 from tasks.rollout import generate, plan_step
-from tasks.run import finish_run, named_run, open_run, run_name
+from tasks.run import finish_run, finished_run, named_run, open_run, run_name
 from tasks.update import estimate_advantages, evaluate_reference, recompute_old_log_probs, train_on
 from tasks.weights import save_checkpoint, sync_weights
 from verl_omni_core.settings.run import RunConfig
@@ -18,7 +18,8 @@ def online(config: RunConfig, overrides: list[str] | None = None, origins: dict[
     """Train a generator by reinforcement learning against its own samples.
 
     Args:
-        config: The run's settings. Without a name the run is called after the flow run, which a retry then resumes.
+        config: The run's settings. Without a name the run is called after the flow run, which a retry then resumes. A
+            run that exists goes on; a finished one says so.
         overrides: Changes to single settings, each ``a.b=c``.
         origins: Where each setting comes from, by dotted name; saved with the run.
 
@@ -26,6 +27,9 @@ def online(config: RunConfig, overrides: list[str] | None = None, origins: dict[
         The summary of the run.
     """
     config = named_run(config, overrides)
+    done = finished_run(config)
+    if done is not None:
+        return done
     run = open_run(config, origins)
     with let_go_on_failure(run):
         sync_weights(run, policy_version(run.done + 1, config.weights.sync_interval))

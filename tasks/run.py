@@ -23,6 +23,11 @@ def run_name() -> str:
     return str(named_run(flow_run.parameters["config"], flow_run.parameters.get("overrides")).run.id)
 
 
+def finished_run(config: RunConfig) -> str | None:
+    """Return what to say of a run of which nothing is left to do; none if something is."""
+    return opening.finished(config)
+
+
 @task(name="open", **STAGE)
 def open_run(config: RunConfig, origins: dict[str, str] | None = None) -> RunRef:
     """Check the settings, take ownership of the run and start or find its actors."""

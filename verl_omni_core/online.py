@@ -9,7 +9,7 @@ from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.finish import finish
 from verl_omni_core.stages.log import log
 from verl_omni_core.stages.log_probs import old_log_probs, reference
-from verl_omni_core.stages.opening import open_run
+from verl_omni_core.stages.opening import finished, open_run
 from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.preview import preview
 from verl_omni_core.stages.reward import reward
@@ -25,12 +25,15 @@ def train(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
     """Train by reinforcement learning; return the summary of the run.
 
     Args:
-        config: the run's settings. A run whose id exists goes on where it stopped.
+        config: the run's settings. A run whose id exists goes on where it stopped; a finished one says so.
         origins: where each setting comes from, by dotted name; saved with the run.
 
     Raises:
         ConfigError, DataError: the settings cannot work; nothing was started.
     """
+    done = finished(config)
+    if done is not None:
+        return done
     run = open_run(config, origins)
     with let_go_on_failure(run):
         sync(run, policy_version(run.done + 1, config.weights.sync_interval))

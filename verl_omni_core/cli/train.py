@@ -1,5 +1,6 @@
 """``verl-omni train``: run a profile in the foreground and watch it."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,17 +37,18 @@ def train(
         config = config.model_copy(update={"run": named})
     for note in check(config).notes:
         print(f"note: {note}", file=sys.stderr)
-    _refuse_early(config)
-    print(_run(config, resolved.record(), prefect))
+    told = _nothing_to_do(config)
+    print(told or _run(config, resolved.record(), prefect))
 
 
-def _refuse_early(config: "RunConfig") -> None:
-    """Refuse before anything starts what opening the run would refuse after it."""
-    from verl_omni_core.stages.opening import refuse_owned, resumed
+def _nothing_to_do(config: "RunConfig") -> str | None:
+    """Return what to say of a finished run; refuse, before anything starts, what opening the run would refuse."""
+    from verl_omni_core.stages.opening import finished, refuse_owned, resumed
 
     folder = resumed(config)
     if folder is not None:
         refuse_owned(folder)
+    return finished(config)
 
 
 def _run(config: "RunConfig", origins: dict[str, str], prefect: bool) -> str:
@@ -66,10 +68,20 @@ def _run(config: "RunConfig", origins: dict[str, str], prefect: bool) -> str:
 
 
 def _surrounded(config: "RunConfig", origins: dict[str, str], prefect: bool, display: "Progress") -> str:
+    from verl_omni_core.cluster import prefect_server
+    from verl_omni_core.errors import VerlOmniError
+
     display.message(f"run {config.run.id}: starting Ray{' and Prefect' if prefect else ''}")
     surround(config.cluster, with_prefect=prefect, say=display.message)
     if prefect:
-        return str(flow("online")(config, origins=origins))
+        try:
+            return str(flow("online")(config, origins=origins))
+        except Exception as error:
+            address = os.environ["PREFECT_API_URL"]
+            if isinstance(error, VerlOmniError) or prefect_server.answers(address):
+                raise
+            # Prefect only keeps the record: the store knows what is done, and the actors live
+            display.message(f"the Prefect server {address} does not answer any more; the run goes on without it")
     from verl_omni_core.online import train as run
 
     return run(config, origins)

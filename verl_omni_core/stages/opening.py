@@ -14,6 +14,7 @@ from verl_omni_core.settings.check import check
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.stages.ending import let_go_on_failure
+from verl_omni_core.stages.finish import finished_summary
 from verl_omni_core.stages.log import STAGE as LAST_STAGE
 from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.session import RunRef, Session, let_go, register
@@ -136,6 +137,23 @@ def resumed(config: RunConfig) -> runs.RunFolder | None:
         raise ConfigError(f"run {folder.run_id!r} is an evaluation and trains nothing; give run.id another value")
     _refuse_other_settings(folder, config.model_dump(mode="json"))
     return folder
+
+
+def finished(config: RunConfig) -> str | None:
+    """Return what to say of a run that these settings would go on with if nothing of it is left to do. Changes nothing.
+
+    Raises: see :func:`resumed`.
+    """
+    folder = resumed(config)
+    if folder is None or is_owned(folder.root):
+        return None
+    told = finished_summary(folder.root, config.run.steps)
+    if told is None:
+        return None
+    return (
+        f"Run {folder.run_id!r} is finished and nothing was done; more steps: --set run.steps=..., another run: "
+        f"--run-id ...\n{told}"
+    )
 
 
 def refuse_owned(folder: runs.RunFolder) -> None:
