@@ -88,6 +88,7 @@ VERL_OMNI: Mapping[str, tuple[str, ...]] = {
     "training.min_lr_ratio": (_ACTOR + "optim.min_lr_ratio",),
     "training.step_timeout_s": ("actor_rollout_ref.nccl_timeout",),
     "weights.sync_interval": ("trainer.v1.separate_async.parameter_sync_step",),
+    "durability.retention.checkpoints": ("trainer.max_actor_ckpt_to_keep",),
     "tracking.tensorboard": ("trainer.logger",),
 }
 """Our dotted name to VeRL-Omni's keys for the same thing; settings without an entry have no counterpart there."""

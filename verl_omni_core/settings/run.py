@@ -6,6 +6,7 @@ from verl_omni_core.settings.algorithm import AlgorithmSettings
 from verl_omni_core.settings.base import Settings
 from verl_omni_core.settings.data import DataSettings
 from verl_omni_core.settings.model import ModelSettings
+from verl_omni_core.settings.retention import RetentionSettings
 from verl_omni_core.settings.reward import RewardSettings
 from verl_omni_core.settings.rollout import RolloutSettings
 from verl_omni_core.settings.sampler import SamplerSettings
@@ -45,6 +46,7 @@ class DurabilitySettings(Settings):
     """What the run leaves on disk."""
 
     min_free_gb: float = Field(1.0, ge=0, description="Free space below which no stage starts, GB.")
+    retention: RetentionSettings = Field(RetentionSettings(), description="How much of old steps stays on the disk.")
 
 
 class TrackingSettings(Settings):

@@ -13,12 +13,13 @@ from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.metric_table import metric_table, metrics_of
 from verl_omni_core.stages.observe import observer
 from verl_omni_core.stages.plan import STAGE as FIRST_STAGE
+from verl_omni_core.stages.retention import retain
 from verl_omni_core.stages.session import RunRef, Session, session_of
 from verl_omni_core.stages.validate import STAGE as VALIDATE
-from verl_omni_core.store import runs
+from verl_omni_core.store import index, runs
 from verl_omni_core.store.manifest import ArtifactRef
 
-STAGE = "log"
+STAGE = index.LAST_STAGE
 _TIMED_AS = {
     "rollout": "gen",
     "reference": "ref",
@@ -48,6 +49,8 @@ def log(run: RunRef, step: int, sources: Sequence[ArtifactRef]) -> ArtifactRef:
         attempt = session.store.attempt(step, STAGE, key, parents=list(sources))
         files = [attempt.write_table("metrics", 0, metric_table(step, metrics))]
         done = attempt.commit(files, rows=len(metrics), parents=list(sources), producer=session.producer())
+    index.extend(session.store, session.ledger, step)
+    retain(session, step)
     metrics = metrics_of(session.store.table(done, "metrics"))
     session.folder().write_progress(status="running", step=step, reward=metrics.get("critic/rewards/mean"))
     # validation has sent its own

@@ -15,12 +15,12 @@ from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.finish import finished_summary
-from verl_omni_core.stages.log import STAGE as LAST_STAGE
 from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.session import RunRef, Session, let_go, register
 from verl_omni_core.stages.trained import config_of
-from verl_omni_core.store import runs
+from verl_omni_core.store import index, runs
 from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.collected import is_collected
 from verl_omni_core.store.lease import Ownership, describe_holder, is_owned, take_ownership
 from verl_omni_core.training.checkpoint import INDEX_FILE
 from verl_omni_core.version import __version__
@@ -68,7 +68,8 @@ def open_run(config: RunConfig, origins: Mapping[str, str] | None = None) -> Run
 def _open(config: RunConfig, folder: runs.RunFolder, ref: RunRef, ownership: Ownership) -> RunRef:
     folder.record_settings(config.model_dump(mode="json"), epoch=ref.epoch, code_version=__version__)
     store = store_of(ref, config)
-    store.sweep()
+    index.repair(store, index.open_ledger(store))
+    index.sweep(store)
     folder.write_progress(status="running", step=runs.steps_done(folder.root))
     actors = Actors.start_or_find(config, folder, ownership.epoch)
     session = register(Session(ref, config, store, actors, ownership))
@@ -99,7 +100,7 @@ def restore(session: Session) -> None:
     for step in reversed(store.steps()):
         try:
             ref = store.find(step, CHECKPOINT) if step <= done else None
-            if ref is not None:
+            if ref is not None and not is_collected(session.root, ref):
                 trainer.load_checkpoint(str(store.path_of(ref, INDEX_FILE).parent))
                 return
         except StoreError as error:
@@ -108,10 +109,7 @@ def restore(session: Session) -> None:
 
 def steps_behind(session: Session) -> int:
     """Return the last step before the first that is not logged, or that the trainer has not learned from."""
-    logged = 0
-    while session.store.find(logged + 1, LAST_STAGE) is not None:
-        logged += 1
-    return min(logged, session.actors.trainer.version())
+    return min(index.finished_steps(session.store), session.actors.trainer.version())
 
 
 def this_process() -> str:

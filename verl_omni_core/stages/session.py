@@ -15,6 +15,7 @@ from verl_omni_core import registry
 from verl_omni_core.identity import digest
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.index import open_ledger
 from verl_omni_core.store.lease import Ownership
 from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.runs import RunFolder, open_run
@@ -70,6 +71,8 @@ class Session:
     """Seconds of every stage that ran in this process, by step and stage."""
     begins: dict[int, dict[str, float]] = field(default_factory=dict)
     """When each of them began, by ``time.perf_counter``."""
+    settled: dict[str, int] = field(default_factory=dict)
+    """Kind of files to the last step of which this process has deleted what retention lets go."""
 
     def producer(self, **facts: Any) -> dict[str, Any]:
         """Return who makes an artifact, for its manifest."""
@@ -81,7 +84,7 @@ class Session:
 
     @cached_property
     def ledger(self) -> Ledger:
-        return Ledger(self.root, epoch=self.ref.epoch)
+        return open_ledger(self.store)
 
     @cached_property
     def tracker(self) -> Tracker:

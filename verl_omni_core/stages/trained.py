@@ -10,6 +10,7 @@ from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.rollout._contract import WeightUpdate
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.collected import is_collected
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.runs import RunFolder, open_run
 from verl_omni_core.weights.checksum import checksum
@@ -101,13 +102,14 @@ def config_of(run: RunFolder) -> RunConfig:
 
 def _newest(store: RunStore, network: Network) -> ArtifactRef | None:
     found = (store.find(step, STAGES[network]) for step in reversed(store.steps()))
-    return next((ref for ref in found if ref is not None), None)
+    return next((ref for ref in found if ref is not None and not is_collected(Path(store.root), ref)), None)
 
 
 def _known(store: RunStore, config: RunConfig) -> str:
     parts = []
     for network, stage in STAGES.items():
-        steps = [step for step in store.steps() if store.find(step, stage) is not None]
+        found = {step: store.find(step, stage) for step in store.steps()}
+        steps = [step for step, ref in found.items() if ref is not None and not is_collected(Path(store.root), ref)]
         if steps:
             parts.append(f"{network}: step {_spans(steps)}")
     if not parts:

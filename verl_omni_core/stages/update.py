@@ -86,7 +86,8 @@ def update(
 
 def _known_updates(session: Session, command: UpdateCommand) -> set[str]:
     """Return the update ids in the ledger; a machine that died between the ledger and the commit left some there."""
-    digests = {record["update_id"]: record["batch_digest"] for record in session.ledger.records()}
+    records = session.ledger.records_since(command.step)
+    digests = {record["update_id"]: record["batch_digest"] for record in records}
     for number in range(len(command.mini_batches)):
         update_id = command.update_id(number)
         if digests.get(update_id, command.batch_digest(number)) != command.batch_digest(number):

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,6 +33,7 @@ from verl_omni_core.store.attempt import (
     start_attempt,
     trust,
 )
+from verl_omni_core.store.collected import collected_files, refuse_collected
 from verl_omni_core.store.durable_files import check_free, safe_name
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef, FileRecord, Manifest, ShardRecord, sha256
@@ -85,6 +86,11 @@ class RunStore:
         """Return the steps that have a folder, in order; not all of them need a committed stage."""
         folder = Path(self.root) / "steps"
         return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+
+    def stages(self, step: int) -> list[str]:
+        """Return the stages of a step that have a folder, by name; not all of them need be committed."""
+        folder = Path(self.root) / "steps" / f"{step:06d}"
+        return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
     def attempt(
         self,
@@ -141,7 +147,7 @@ class RunStore:
         """Return the table ``name`` as its shards, memory-mapped, in shard order.
 
         Raises:
-            StoreError: the artifact has no such table, or a file is missing, cut or changed.
+            StoreError: the artifact has no such table, or a file is missing, cut or changed, or retention deleted it.
         """
         files = [file for file in self.manifest(ref).files if file.table == name]
         if not files:
@@ -149,6 +155,7 @@ class RunStore:
             raise StoreError(f"stage {ref.stage!r} of step {ref.step} has no table {name!r}; it has {known}")
         files.sort(key=lambda file: file.shard)
         folder = self._attempt_folder(ref)
+        refuse_collected(folder, files)
         with ThreadPoolExecutor(_MAPPED) as pool:
             return list(pool.map(lambda file: _open_table(folder, file), files))
 
@@ -187,21 +194,30 @@ class RunStore:
         """Return the path of a committed file, verified on first use.
 
         Raises:
-            StoreError: the artifact has no such file, or it is missing, cut or changed.
+            StoreError: the artifact has no such file, or it is missing, cut or changed, or retention deleted it.
         """
         for file in self.manifest(ref).files:
             if file.name == file_name:
                 path = self._attempt_folder(ref) / safe_name(file.name)
+                refuse_collected(self._attempt_folder(ref), [file])
                 _verify(path, file)
                 return path
         known = [file.name for file in self.manifest(ref).files]
         raise StoreError(f"stage {ref.stage!r} of step {ref.step} has no file {file_name!r}; it has {known}")
 
     def verify(self, ref: ArtifactRef) -> None:
-        """Check every file of an artifact against its digest, also those that this process has used before."""
-        folder = self._attempt_folder(ref)
+        """Check every file of an artifact against its digest, also those that this process has used before.
+
+        Files that retention deleted are passed over.
+        """
+        gone = collected_files(self._attempt_folder(ref))
         for file in self.manifest(ref).files:
-            _verify(folder / safe_name(file.name), file, again=True)
+            if file.name not in gone:
+                self.verify_file(ref, file)
+
+    def verify_file(self, ref: ArtifactRef, file: FileRecord) -> None:
+        """Check one file of an artifact against its digest, also if this process has used it before."""
+        _verify(self._attempt_folder(ref) / safe_name(file.name), file, again=True)
 
     def finished_shards(self, step: int, stage: str, key: str) -> dict[int, ShardRecord]:
         """Return the complete, undamaged shards that uncommitted attempts of the same key left, by shard number.
@@ -219,18 +235,26 @@ class RunStore:
                     found.setdefault(record.shard, record)
         return found
 
-    def sweep(self, steps: Iterable[int] | None = None) -> int:
+    def sweep(self, steps: Iterable[int] | None = None, *, finished: bool = False) -> int:
         """Delete attempts of older epochs that nothing needs, and return how many.
 
         Kept are the committed one of each stage, and those of an uncommitted stage that have finished shards.
 
         Args:
             steps: those to look at; all by default.
+            finished: whether the steps lie far behind: then all but the committed attempts go.
         Raises:
             FencedError: a newer owner exists.
         """
         check_epoch(Path(self.root), self.epoch)
         swept = 0
+        for attempt in self.stale_attempts(steps, finished=finished):
+            shutil.rmtree(attempt, ignore_errors=True)
+            swept += 1
+        return swept
+
+    def stale_attempts(self, steps: Iterable[int] | None = None, *, finished: bool = False) -> Iterator[Path]:
+        """Yield the folders of the attempts that :meth:`sweep` deletes."""
         for step in self.steps() if steps is None else steps:
             folder = Path(self.root) / "steps" / f"{step:06d}"
             for stage in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -239,10 +263,8 @@ class RunStore:
                     is_old = int(attempt.name.partition("-")[0]) < self.epoch
                     is_winner = winner is not None and attempt.name == winner.attempt
                     is_useful = winner is None and any((attempt / SHARDS).glob("*.json"))
-                    if is_old and not is_winner and not is_useful:
-                        shutil.rmtree(attempt, ignore_errors=True)
-                        swept += 1
-        return swept
+                    if not is_winner and (finished or (is_old and not is_useful)):
+                        yield attempt
 
     def _stage_folder(self, step: int, stage: str) -> Path:
         if not _STAGE.fullmatch(stage) or step < 0:

@@ -157,7 +157,8 @@ class Attempt:
         """
         record = ShardRecord(shard, self.name, tuple(files), dict(payload or {}))
         path = self.folder / SHARDS / f"{shard:05d}.json"
-        path.parent.mkdir(exist_ok=True)
+        with storage_errors(path):
+            path.parent.mkdir(exist_ok=True)
         try:
             with staged(path, json.dumps(record.to_json()).encode()) as temporary:
                 publish(temporary, path, sync=False)
@@ -174,7 +175,8 @@ class Attempt:
         source = self.stage_folder / "attempts" / safe_name(record.attempt)
         for file in record.files:
             try:
-                os.link(source / safe_name(file.name), self.folder / file.name)
+                with storage_errors(self.folder / file.name):
+                    os.link(source / safe_name(file.name), self.folder / file.name)
             except FileNotFoundError:
                 raise StoreError(
                     f"shard {record.shard} of attempt {record.attempt} lost its file {file.name!r}; start the "
@@ -300,6 +302,11 @@ def stage_folder(root: Path, step: int, stage: str) -> Path:
     return root / "steps" / f"{step:06d}" / stage
 
 
+def attempt_folder(root: Path, ref: ArtifactRef) -> Path:
+    """Return the folder of the attempt that a reference names."""
+    return stage_folder(root, ref.step, ref.stage) / "attempts" / safe_name(ref.attempt)
+
+
 def read_commit(folder: Path) -> ArtifactRef | None:
     """Return what is committed in a stage's folder, or none.
 
@@ -356,7 +363,8 @@ def _claim(folder: Path, stem: str, suffix: str) -> tuple[str, Path]:
     for tag in ("", *(f".{uuid.uuid4().hex[:8]}" for _ in range(8))):
         path = folder / f"{stem}{tag}{suffix}"
         try:
-            path.touch(exist_ok=False)
+            with storage_errors(path):
+                path.touch(exist_ok=False)
         except FileExistsError:
             continue
         except FileNotFoundError:

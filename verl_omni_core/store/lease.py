@@ -64,8 +64,8 @@ def take_ownership(root: str | Path, owner: str) -> Ownership:
     root = Path(root)
     if not root.is_dir():
         raise StoreError(f"{root} is not a folder; create the run before taking it")
-    (root / "epoch").mkdir(exist_ok=True)
     with storage_errors(root / ".lock"):
+        (root / "epoch").mkdir(exist_ok=True)
         descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if not _lock(descriptor):

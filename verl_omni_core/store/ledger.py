@@ -5,8 +5,10 @@ a second writer finds the number taken. Each record names the digest of the one 
 """
 
 import json
+import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,28 +16,47 @@ from typing import Any
 import pyarrow as pa
 
 from verl_omni_core.errors import ContractError, FencedError, StoreError
-from verl_omni_core.store.durable_files import create_whole
+from verl_omni_core.store.durable_files import create_whole, storage_errors
 from verl_omni_core.store.lease import check_epoch, describe_holder
 from verl_omni_core.store.manifest import sha256
 
+logger = logging.getLogger(__name__)
+
 _OWN = ("sequence", "fence_epoch", "wall_time", "previous_sha256", "sha256")
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the ledger: all records up to it are of steps up to ``step``, and all of later steps come after it."""
+
+    step: int
+    sequence: int
+    """Number of the last record; 0 before the first."""
+    sha256: str
+    """Its digest; empty before the first."""
+
+
+BEGINNING = Position(0, 0, "")
 
 
 class Ledger:
     """The ledger of the run in ``root``. Safe to share between threads; one process at a time appends."""
 
-    def __init__(self, root: str | Path, *, epoch: int = 0) -> None:
+    def __init__(self, root: str | Path, *, epoch: int = 0, start: Position = BEGINNING) -> None:
         """Open the ledger.
 
         Args:
             root: the run's folder.
             epoch: fence epoch of the owner who appends; readers need none.
+            start: records up to here are read only when they are asked for.
         """
         self.root = Path(root)
         self.epoch = epoch
         self._folder = self.root / "ledger"
+        self._start = start
         self._records: list[dict[str, Any]] = []
-        self._last_sha256 = ""
+        """Those after ``_start``."""
+        self._last_sha256 = start.sha256
         self._lock = threading.Lock()
         self._loaded = False
         self._overtaken = False
@@ -57,7 +78,7 @@ class Ledger:
         with self._lock:
             self._refresh(only_once=True)
             check_epoch(self.root, self.epoch)
-            sequence = len(self._records) + 1
+            sequence = self._known() + 1
             entry = {
                 **record,
                 "sequence": sequence,
@@ -69,7 +90,8 @@ class Ledger:
                 entry["sha256"] = _digest(entry)
             except (TypeError, ValueError) as error:
                 raise ContractError(f"ledger record cannot become JSON: {error}") from error
-            self._folder.mkdir(exist_ok=True)
+            with storage_errors(self._folder):
+                self._folder.mkdir(exist_ok=True)
             try:
                 if not self._overtaken:
                     create_whole(self._path(sequence), json.dumps(entry, sort_keys=True).encode())
@@ -92,7 +114,33 @@ class Ledger:
         """
         with self._lock:
             self._refresh(only_once=False)
+            self._read_from_the_beginning()
             return [dict(record) for record in self._records]
+
+    def records_since(self, step: int) -> list[dict[str, Any]]:
+        """Return the records of ``step`` and of later steps, in order.
+
+        Raises:
+            StoreError: see :meth:`records`; of older records only the numbers are looked at.
+        """
+        with self._lock:
+            self._refresh(only_once=False)
+            if step <= self._start.step:
+                self._read_from_the_beginning()
+            return [dict(record) for record in self._records if _step(record) >= step]
+
+    def position(self, step: int) -> Position:
+        """Return where the records of steps up to ``step`` end: before the first one of a later step."""
+        with self._lock:
+            self._refresh(only_once=False)
+            if step < self._start.step:
+                self._read_from_the_beginning()
+            position = Position(step, self._start.sequence, self._start.sha256)
+            for record in self._records:
+                if _step(record) > step:
+                    break
+                position = Position(step, record["sequence"], record["sha256"])
+            return position
 
     def as_table(self) -> pa.Table:
         """Return the records as a table ``updates``; other fields of a record are in ``record_json``."""
@@ -119,18 +167,51 @@ class Ledger:
         if only_once and self._loaded:
             return
         numbers = self._numbers()
-        self._overtaken |= self._loaded and len(numbers) > len(self._records)
-        for sequence in range(len(self._records) + 1, max(numbers, default=0) + 1):
+        last = max([*numbers, self._start.sequence])
+        self._overtaken |= self._loaded and last > self._known()
+        for sequence in range(1, last + 1):
             if sequence not in numbers:
                 raise StoreError(
-                    f"ledger of run {self.root.name} lacks record {sequence} of {max(numbers)}; restore "
+                    f"ledger of run {self.root.name} lacks record {sequence} of {last}; restore "
                     f"{self._path(sequence).name} from a copy, or export the run's weights (verl-omni export) and "
                     "start another run from them"
                 )
+        if not self._loaded:
+            self._check_start()
+        self._read(last)
+        self._loaded = True
+
+    def _known(self) -> int:
+        return self._start.sequence + len(self._records)
+
+    def _read(self, last: int) -> None:
+        for sequence in range(self._known() + 1, last + 1):
             entry = self._parse(sequence, self._path(sequence).read_bytes())
             self._records.append(entry)
             self._last_sha256 = entry["sha256"]
-        self._loaded = True
+
+    def _read_from_the_beginning(self) -> None:
+        if self._start.sequence == 0:
+            return
+        last = self._known()
+        self._start, self._records, self._last_sha256 = BEGINNING, [], ""
+        self._read(last)
+
+    def _check_start(self) -> None:
+        """Compare the record at the start with what is known of it; one that differs is no place to start from."""
+        if self._start.sequence == 0:
+            return
+        try:
+            entry = json.loads(self._path(self._start.sequence).read_bytes())
+            is_there = entry["sha256"] == _digest(entry) == self._start.sha256
+        except (ValueError, KeyError, TypeError):
+            is_there = False
+        if not is_there:
+            logger.warning(
+                "ledger of run %s: record %d is not the one that the index knows, so all records are read",
+                *(self.root.name, self._start.sequence),
+            )
+            self._start, self._last_sha256 = BEGINNING, ""
 
     def _parse(self, sequence: int, data: bytes) -> dict[str, Any]:
         try:
@@ -156,6 +237,10 @@ class Ledger:
 
     def _path(self, sequence: int) -> Path:
         return self._folder / f"{sequence:012d}.json"
+
+
+def _step(record: Mapping[str, Any]) -> int:
+    return int(record.get("step", 0))
 
 
 def _digest(entry: Mapping[str, Any]) -> str:

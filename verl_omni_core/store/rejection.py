@@ -10,7 +10,8 @@ from pathlib import Path
 from verl_omni_core.errors import StoreError
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.attempt import COMMIT, REJECTED, stage_folder
-from verl_omni_core.store.durable_files import replace_whole, sync_all
+from verl_omni_core.store.durable_files import replace_whole, storage_errors, sync_all
+from verl_omni_core.store.index_files import forget
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef
 
@@ -35,13 +36,15 @@ def reject(store: RunStore, ref: ArtifactRef, reason: str) -> list[ArtifactRef]:
             f"stage {ref.stage!r} of step {ref.step} is committed as {current.attempt if current else 'nothing'}, "
             f"{ref.attempt} was to be rejected; read the step again"
         )
+    forget(Path(store.root), ref.step)
     taken_back = [*reversed(_descendants(store, ref)), ref]
     for each in taken_back:
         stage = stage_folder(Path(store.root), each.step, each.stage)
         note = {**each.to_json(), "reason": reason, "rejected": datetime.now(UTC).isoformat(timespec="milliseconds")}
         replace_whole(stage / "attempts" / each.attempt / REJECTED, json.dumps(note, indent=1).encode())
         (stage / COMMIT).unlink()
-        sync_all([stage])
+        with storage_errors(stage):
+            sync_all([stage])
     return taken_back
 
 

@@ -65,7 +65,8 @@ class RunFolder:
             return
         content = {"config": dict(config), "config_digest": digest(config), "code_version": code_version}
         folder = self.root / SETTINGS
-        folder.mkdir(exist_ok=True)
+        with storage_errors(folder):
+            folder.mkdir(exist_ok=True)
         create_whole(folder / f"{epoch:06d}.json", json.dumps({**content, "created": _now()}, indent=1).encode())
         sync_all([self.root])
 
@@ -170,7 +171,11 @@ def create_run(
             "code_version": code_version,
             "created": _now(),
         }
-        create_whole(root / RUN, json.dumps(content, indent=1).encode())
+        try:
+            create_whole(root / RUN, json.dumps(content, indent=1).encode())
+        except BaseException:
+            root.rmdir()  # a folder without its settings is no run, and would keep its name
+            raise
         sync_all([store])
     return open_run(store, root.name)
 
