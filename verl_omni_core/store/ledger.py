@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from verl_omni_core.errors import ContractError, FencedError, StoreError
-from verl_omni_core.store.durable_files import create_whole
+from verl_omni_core.store import mirror
 from verl_omni_core.store.lease import check_epoch, describe_holder
 from verl_omni_core.store.manifest import sha256
 
@@ -72,7 +72,8 @@ class Ledger:
             self._folder.mkdir(exist_ok=True)
             try:
                 if not self._overtaken:
-                    create_whole(self._path(sequence), json.dumps(entry, sort_keys=True).encode())
+                    content = json.dumps(entry, sort_keys=True).encode()
+                    mirror.create_copied(self.root, self._path(sequence), content)
             except FileExistsError:
                 self._overtaken = True
             if self._overtaken:
@@ -120,7 +121,9 @@ class Ledger:
             return
         numbers = self._numbers()
         self._overtaken |= self._loaded and len(numbers) > len(self._records)
-        for sequence in range(len(self._records) + 1, max(numbers, default=0) + 1):
+        fresh = range(len(self._records) + 1, max(numbers, default=0) + 1)
+        mirror.pull_missing(self.root, [self._path(sequence) for sequence in fresh if sequence in numbers])
+        for sequence in fresh:
             if sequence not in numbers:
                 raise StoreError(
                     f"ledger of run {self.root.name} lacks record {sequence} of {max(numbers)}; restore "
@@ -149,9 +152,8 @@ class Ledger:
         return entry
 
     def _numbers(self) -> set[int]:
-        if not self._folder.is_dir():
-            return set()
-        names = [p.name.removesuffix(".json") for p in self._folder.iterdir() if p.name.endswith(".json")]
+        found = mirror.names(self.root, self._folder, always=True)
+        names = [name.removesuffix(".json") for name in found if name.endswith(".json")]
         return {int(name) for name in names if name.isdigit()}
 
     def _path(self, sequence: int) -> Path:
