@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 60.0
 """How long an operation is tried again while the store does not answer."""
 CONNECT_S, REQUEST_S = 5.0, 30.0
+PAGE = 1000
+"""Names that one answer lists."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CHUNK_BYTES = 8 << 20
 _OPTIONS = ("endpoint_override", "scheme", "region")
@@ -194,6 +196,7 @@ class Remote:
                     Bucket=self.bucket,
                     Prefix=prefix,
                     Delimiter=delimiter,
+                    MaxKeys=PAGE,
                     **token,  # noqa: B023 - called at once
                 ),
                 folder,
