@@ -9,7 +9,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting, for example run.steps=30. May be repeated."),
 ]
-Store = Annotated[str, typer.Option(help="Folder that holds the runs.")]
+Store = Annotated[str, typer.Option(help="Folder that holds the runs, or s3://bucket/prefix.")]
 Network = Annotated[
     Literal["policy", "average"] | None,
     typer.Option(help="The policy or its moving average; none: the average where the run keeps one."),

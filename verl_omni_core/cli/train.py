@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,10 +53,11 @@ def _nothing_to_do(config: "RunConfig") -> str | None:
 def _run(config: "RunConfig", origins: dict[str, str], prefect: bool) -> str:
     from verl_omni_core.report.progress import Progress
     from verl_omni_core.stages.observe import observe_with
+    from verl_omni_core.store.places import folder_of
     from verl_omni_core.store.runs import steps_done
 
     display = Progress()
-    done = steps_done(Path(config.run.store) / str(config.run.id))
+    done = steps_done(folder_of(config.run.store).absolute() / str(config.run.id))
     display.start(str(config.run.id), steps=config.run.steps, step=done)
     remove = observe_with(display)
     try:

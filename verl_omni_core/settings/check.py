@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni_core import registry
-from verl_omni_core.errors import ConfigError, DataError
+from verl_omni_core.errors import ConfigError, DataError, StoreError
 from verl_omni_core.settings import resolve
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.store import places
+from verl_omni_core.store.remote import Remote
 
 _ROUNDING = 2**-8
 """Relative rounding of bfloat16; float16 is finer, and float32 far finer than any clip range."""
+_STORE_S = 10.0
+"""How long an object store may take to answer."""
 
 SPLITS: tuple[resolve.Split, ...] = ("train", "validation")
 
@@ -67,6 +71,12 @@ def check(config: RunConfig, *, splits: tuple[resolve.Split, ...] = SPLITS) -> C
 
 
 def _store(found: CheckedRun) -> None:
+    if places.is_remote(found.config.run.store):
+        try:
+            Remote.parse(found.config.run.store).impatient(_STORE_S).check()
+        except StoreError as error:
+            raise ConfigError(f"run.store: {error}") from error
+        return
     store = Path(found.config.run.store).absolute()
     there = next(path for path in (store, *store.parents) if path.exists())
     if not there.is_dir():

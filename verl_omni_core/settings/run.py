@@ -19,7 +19,7 @@ class RunSettings(Settings):
     id: str | None = Field(
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Name of the run; none derives one from time."
     )
-    store: str = Field("runs", description="Folder that holds all runs.")
+    store: str = Field("runs", description="Folder that holds all runs, or `s3://bucket/prefix`.")
     steps: int = Field(30, ge=0, description="Training steps.")
     seed: int = Field(42, ge=0, description="Root of every derived seed.")
     deterministic: bool = Field(

@@ -10,6 +10,7 @@ from verl_omni_core.errors import FencedError, StoreError
 from verl_omni_core.settings.run import ClusterSettings
 from verl_omni_core.stages.session import RunRef, let_go
 from verl_omni_core.stages.trained import config_of
+from verl_omni_core.store import places
 from verl_omni_core.store.lease import check_epoch, describe_holder, is_owned
 from verl_omni_core.store.runs import open_run, steps_done
 from verl_omni_core.workers.namespaces import end_actors
@@ -29,7 +30,7 @@ def let_go_on_failure(run: RunRef) -> Iterator[None]:
         logger.warning(
             "run %s broke off; started again, it goes on from here. Actors that it started live on: to end them, "
             "verl-omni teardown %s --store %s",
-            *(root.name, root.name, root.parent),
+            *(root.name, root.name, places.store_of(root.parent)),
         )
         raise
 
@@ -70,7 +71,7 @@ def end_run(run_id: str, store: str | Path) -> int:
         StoreError: there is no such run, and nothing lives of one. FencedError: a live process runs it; it would only
             start them anew.
     """
-    root = Path(store).absolute() / run_id
+    root = places.folder_of(store).absolute() / run_id
     try:
         run = open_run(store, run_id)
     except StoreError:

@@ -128,7 +128,7 @@ def resumed(config: RunConfig) -> runs.RunFolder | None:
     Raises:
         ConfigError: it was started with other settings, or trains nothing. StoreError: its folder is damaged.
     """
-    if config.run.id is None or not (Path(config.run.store) / config.run.id).exists():
+    if config.run.id is None or not runs.run_exists(config.run.store, config.run.id):
         return None
     folder = runs.open_run(config.run.store, config.run.id)
     if folder.kind != runs.TRAIN:

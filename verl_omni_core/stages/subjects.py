@@ -72,7 +72,7 @@ def plan_evaluation(
     Raises:
         ConfigError, DataError: no such target or weights, or settings that cannot work.
     """
-    found = _target(target, Path(store), overrides, environ, config)
+    found = _target(target, store, overrides, environ, config)
     if found.run_id is None and (step is not None or network is not None):
         raise ConfigError(f"{target!r} is a profile, which has no steps; leave --step and --network, or name a run")
     changes: dict[str, Any] = {} if prompts is None else {"data.validation": str(prompts)}
@@ -96,7 +96,11 @@ def plan_evaluation(
 
 
 def _target(
-    target: str, store: Path, overrides: Sequence[str], environ: Mapping[str, str] | None, config: RunConfig | None
+    target: str,
+    store: str | Path,
+    overrides: Sequence[str],
+    environ: Mapping[str, str] | None,
+    config: RunConfig | None,
 ) -> Target:
     names = [run.run_id for run in runs.list_runs(store)]
     if target in names:

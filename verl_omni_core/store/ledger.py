@@ -16,7 +16,8 @@ from typing import Any
 import pyarrow as pa
 
 from verl_omni_core.errors import ContractError, FencedError, StoreError
-from verl_omni_core.store.durable_files import create_whole, storage_errors
+from verl_omni_core.store import mirror
+from verl_omni_core.store.durable_files import storage_errors
 from verl_omni_core.store.lease import check_epoch, describe_holder
 from verl_omni_core.store.manifest import sha256
 
@@ -94,7 +95,8 @@ class Ledger:
                 self._folder.mkdir(exist_ok=True)
             try:
                 if not self._overtaken:
-                    create_whole(self._path(sequence), json.dumps(entry, sort_keys=True).encode())
+                    content = json.dumps(entry, sort_keys=True).encode()
+                    mirror.create_copied(self.root, self._path(sequence), content)
             except FileExistsError:
                 self._overtaken = True
             if self._overtaken:
@@ -169,6 +171,8 @@ class Ledger:
         numbers = self._numbers()
         last = max([*numbers, self._start.sequence])
         self._overtaken |= self._loaded and last > self._known()
+        fresh = range(self._known(), last + 1)
+        mirror.pull_missing(self.root, [self._path(sequence) for sequence in fresh if sequence in numbers])
         for sequence in range(1, last + 1):
             if sequence not in numbers:
                 raise StoreError(
@@ -230,9 +234,8 @@ class Ledger:
         return entry
 
     def _numbers(self) -> set[int]:
-        if not self._folder.is_dir():
-            return set()
-        names = [p.name.removesuffix(".json") for p in self._folder.iterdir() if p.name.endswith(".json")]
+        found = mirror.names(self.root, self._folder, always=True)
+        names = [name.removesuffix(".json") for name in found if name.endswith(".json")]
         return {int(name) for name in names if name.isdigit()}
 
     def _path(self, sequence: int) -> Path:

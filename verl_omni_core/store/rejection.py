@@ -8,12 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from verl_omni_core.errors import StoreError
+from verl_omni_core.store import mirror
 from verl_omni_core.store.artifacts import RunStore
-from verl_omni_core.store.attempt import COMMIT, REJECTED, stage_folder
+from verl_omni_core.store.attempt import stage_folder
 from verl_omni_core.store.durable_files import replace_whole, storage_errors, sync_all
 from verl_omni_core.store.index_files import forget
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef
+from verl_omni_core.store.places import COMMIT, REJECTED
 
 
 def reject(store: RunStore, ref: ArtifactRef, reason: str) -> list[ArtifactRef]:
@@ -42,6 +44,8 @@ def reject(store: RunStore, ref: ArtifactRef, reason: str) -> list[ArtifactRef]:
         stage = stage_folder(Path(store.root), each.step, each.stage)
         note = {**each.to_json(), "reason": reason, "rejected": datetime.now(UTC).isoformat(timespec="milliseconds")}
         replace_whole(stage / "attempts" / each.attempt / REJECTED, json.dumps(note, indent=1).encode())
+        mirror.push(Path(store.root), stage / "attempts" / each.attempt / REJECTED)
+        mirror.delete(Path(store.root), stage / COMMIT)
         (stage / COMMIT).unlink()
         with storage_errors(stage):
             sync_all([stage])

@@ -24,7 +24,6 @@ from verl_omni_core.store.ledger import BEGINNING, Ledger
 from verl_omni_core.store.rejection import reject
 from verl_omni_core.store.runs import steps_done
 
-
 STEPS = index.STEPS
 
 
@@ -104,7 +103,9 @@ def test_a_record_that_is_missing_before_the_place_is_told(root):
         ledger.records_since(21)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: b"", lambda data: data.replace(b"k", b"j", 1)])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:100], lambda data: b"", lambda data: data.replace(b"k", b"j", 1)]
+)
 def test_a_damaged_block_is_passed_over_and_written_anew_by_the_owner(root, damage, caplog):
     path = block_path(root, 20)
     whole = path.read_bytes()
