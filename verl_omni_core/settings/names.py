@@ -16,6 +16,8 @@ VERL_OMNI: Mapping[str, tuple[str, ...]] = {
     "run.validate_every": ("trainer.test_freq",),
     "run.validate_before": ("trainer.val_before_train",),
     "run.checkpoint_every": ("trainer.save_freq",),
+    "run.resume": ("trainer.resume_mode", "trainer.resume_from_path"),
+    "run.end_margin_s": ("trainer.esi_redundant_time",),
     "model.name": (_MODEL + "architecture",),
     "model.path": (_MODEL + "path",),
     "model.dtype": (_ACTOR + "fsdp_config.dtype", _ACTOR + "fsdp_config.model_dtype"),
@@ -88,6 +90,7 @@ VERL_OMNI: Mapping[str, tuple[str, ...]] = {
     "training.min_lr_ratio": (_ACTOR + "optim.min_lr_ratio",),
     "training.step_timeout_s": ("actor_rollout_ref.nccl_timeout",),
     "weights.sync_interval": ("trainer.v1.separate_async.parameter_sync_step",),
+    "durability.checkpoint_contents": (_ACTOR + "checkpoint.save_contents",),
     "tracking.tensorboard": ("trainer.logger",),
 }
 """Our dotted name to VeRL-Omni's keys for the same thing; settings without an entry have no counterpart there."""
@@ -96,6 +99,7 @@ NOTES: Mapping[str, str] = {
     "algorithm.recompute_old_log_probs": "the opposite: true where bypass_mode is false",
     "algorithm.kl_coef": "0 switches the term off, so use_kl_loss needs no counterpart",
     "data.overlong": "'error' or 'truncate'",
+    "run.resume": "a step instead of a path",
     "run.steps": "counted in steps only",
     "training.prompts_per_update": "in prompts as well",
     "training.warmup_steps": "in steps",
