@@ -70,7 +70,6 @@ class DurabilitySettings(Settings):
     snapshot_timeout_s: float = Field(1800, gt=0, description="Deadline of writing a snapshot, seconds.")
     min_free_gb: float = Field(1.0, ge=0, description="Free space below which no stage starts, GB.")
 
-
     @model_validator(mode="after")
     def _something_to_resume_from(self) -> "DurabilitySettings":
         if self.level == "none" and self.checkpoint_contents == "weights":

@@ -28,7 +28,7 @@ from verl_omni_core.training import lora
 from verl_omni_core.training import ranks as ranks_module
 from verl_omni_core.training.losses import diffusion_loss
 from verl_omni_core.training.ppo_engine import BatchResult, PPODiffusersFSDPEngine
-from verl_omni_core.training.ranks import Ranks
+from verl_omni_core.training.ranks import Ranks, vote
 from verl_omni_core.training.replay import Denoising
 from verl_omni_core.weights.checksum import checksum
 from verl_omni_core.weights.filesystem import write_update
@@ -41,7 +41,7 @@ from verl_omni_core.workers.commands import (
     WrittenWeights,
 )
 from verl_omni_core.workers.step_rows import StepRows
-from verl_omni_core.workers.training_worker import TrainingWorker, set_deterministic, vote
+from verl_omni_core.workers.training_worker import TrainingWorker, set_deterministic
 from verl_omni_core.workers.update_records import answer, record, refuse_other_rows
 
 CONTROL = "control"
