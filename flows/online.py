@@ -7,10 +7,10 @@ from tasks.reward import score
 from tasks.rollout import generate, plan_step
 from tasks.run import finish_run, named_run, open_run, run_name
 from tasks.update import estimate_advantages, evaluate_reference, recompute_old_log_probs, train_on
-from tasks.weights import save_checkpoint, sync_weights
+from tasks.weights import begin_checkpoint, save_checkpoint, sync_weights
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.ending import let_go_on_failure
-from verl_omni_core.stages.schedule import due, policy_version
+from verl_omni_core.stages.schedule import checkpoint_due, due, policy_version, snapshot_due
 
 
 @flow(name="online", flow_run_name=run_name, log_prints=False)
@@ -38,9 +38,11 @@ def online(config: RunConfig, overrides: list[str] | None = None, origins: dict[
             old = recompute_old_log_probs(run, step, samples)
             reference = evaluate_reference(run, step, samples)
             advantages = estimate_advantages(run, step, rewards)
+            if snapshot_due(config, step - 1):
+                save_checkpoint(run, step - 1)
             updated = train_on(run, step, samples, advantages, old, reference)
-            if due(step, config.run.checkpoint_every, config.run.steps):
-                save_checkpoint(run, step)
+            if checkpoint_due(config, step):
+                begin_checkpoint(run, step)
             if due(step, config.weights.sync_interval, config.run.steps):
                 sync_weights(run, step)
             if due(step, config.run.validate_every, config.run.steps):
@@ -48,4 +50,6 @@ def online(config: RunConfig, overrides: list[str] | None = None, origins: dict[
             if due(step, config.run.images_every, 0):
                 draw_preview(run, step)
             log_step(run, step, [samples, rewards, advantages, updated])
+        if snapshot_due(config, config.run.steps):
+            save_checkpoint(run, config.run.steps)
         return finish_run(run)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.advantage import advantage
-from verl_omni_core.stages.checkpoint import checkpoint
+from verl_omni_core.stages.checkpoint import begin_checkpoint, checkpoint
 from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.finish import finish
 from verl_omni_core.stages.log import log
@@ -14,7 +14,7 @@ from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.preview import preview
 from verl_omni_core.stages.reward import reward
 from verl_omni_core.stages.rollout import rollout
-from verl_omni_core.stages.schedule import due, policy_version
+from verl_omni_core.stages.schedule import checkpoint_due, due, policy_version, snapshot_due
 from verl_omni_core.stages.session import RunRef
 from verl_omni_core.stages.sync import sync
 from verl_omni_core.stages.update import update
@@ -38,6 +38,8 @@ def train(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
             validate(run, 0)
         for step in range(run.done + 1, config.run.steps + 1):
             train_step(run, config, step)
+        if snapshot_due(config, config.run.steps):
+            checkpoint(run, config.run.steps)
         return finish(run)
 
 
@@ -49,9 +51,11 @@ def train_step(run: RunRef, config: RunConfig, step: int) -> None:
     old = old_log_probs(run, step, samples)
     ref = reference(run, step, samples)
     advantages = advantage(run, step, rewards)
+    if snapshot_due(config, step - 1):
+        checkpoint(run, step - 1)
     updated = update(run, step, samples, advantages, old, ref)
-    if due(step, config.run.checkpoint_every, config.run.steps):
-        checkpoint(run, step)
+    if checkpoint_due(config, step):
+        begin_checkpoint(run, step)
     if due(step, config.weights.sync_interval, config.run.steps):
         sync(run, step)
     if due(step, config.run.validate_every, config.run.steps):

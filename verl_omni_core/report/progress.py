@@ -84,9 +84,10 @@ class Progress:
 
     def stage(self, step: int, name: str) -> None:
         """Say which stage runs now."""
-        if step != self._state.step:  # start-up and a validation before the first step belong to none
+        if step > self._state.step:  # start-up and a validation before the first step belong to none
             self._state.begun = self._clock()
-        self._state.step, self._state.stage = step, name
+        # the checkpoint of a step is waited for in the next
+        self._state.step, self._state.stage = max(step, self._state.step), name
         self._redraw()
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:

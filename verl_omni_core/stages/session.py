@@ -15,6 +15,7 @@ from verl_omni_core import registry
 from verl_omni_core.identity import digest
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.attempt import Attempt
 from verl_omni_core.store.lease import Ownership
 from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.runs import RunFolder, open_run
@@ -70,6 +71,8 @@ class Session:
     """Seconds of every stage that ran in this process, by step and stage."""
     begins: dict[int, dict[str, float]] = field(default_factory=dict)
     """When each of them began, by ``time.perf_counter``."""
+    snapshot: Attempt | None = None
+    """Into which the trainer writes its state beside what it does next, until that is committed."""
 
     def producer(self, **facts: Any) -> dict[str, Any]:
         """Return who makes an artifact, for its manifest."""
