@@ -1,20 +1,23 @@
 """Online RL: sample, score, learn, and again."""
 
+from typing import Any
+
 from prefect import flow
 
 from tasks.evaluation import draw_preview, log_step, validate_policy
 from tasks.reward import score
 from tasks.rollout import generate, plan_step
-from tasks.run import finish_run, named_run, open_run, run_name
+from tasks.run import finish_run, named_run, open_run, run_name, stop_run, stopped
 from tasks.update import estimate_advantages, evaluate_reference, recompute_old_log_probs, train_on
 from tasks.weights import begin_checkpoint, save_checkpoint, sync_weights
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.schedule import checkpoint_due, due, policy_version, snapshot_due
+from verl_omni_core.stages.time_limit import has_time
 
 
 @flow(name="online", flow_run_name=run_name, log_prints=False)
-def online(config: RunConfig, overrides: list[str] | None = None, origins: dict[str, str] | None = None) -> str:
+def online(config: RunConfig, overrides: list[str] | None = None, origins: dict[str, str] | None = None) -> Any:
     """Train a generator by reinforcement learning against its own samples.
 
     Args:
@@ -23,7 +26,7 @@ def online(config: RunConfig, overrides: list[str] | None = None, origins: dict[
         origins: Where each setting comes from, by dotted name; saved with the run.
 
     Returns:
-        The summary of the run.
+        The summary of the run. One that stops because its machine's time ends is completed under the name Stopped.
     """
     config = named_run(config, overrides)
     run = open_run(config, origins)
@@ -32,6 +35,8 @@ def online(config: RunConfig, overrides: list[str] | None = None, origins: dict[
         if config.run.validate_before and run.done == 0:
             validate_policy(run, 0)
         for step in range(run.done + 1, config.run.steps + 1):
+            if not has_time(run, step):
+                return stopped(stop_run(run, step - 1))
             planned = plan_step(run, step)
             samples = generate(run, step, planned)
             rewards = score(run, step, planned, samples)

@@ -3,7 +3,7 @@
 from prefect import task
 
 from tasks.settings import RETRIED, STAGE
-from verl_omni_core.stages import checkpoint, sync
+from verl_omni_core.stages import checkpoint, snapshot, sync
 from verl_omni_core.stages.session import RunRef
 from verl_omni_core.store.manifest import ArtifactRef
 
@@ -17,7 +17,7 @@ def sync_weights(run: RunRef, step: int) -> ArtifactRef:
 @task(name="begin_checkpoint", task_run_name="step-{step}/begin_checkpoint", **STAGE)
 def begin_checkpoint(run: RunRef, step: int) -> None:
     """Copy the trainer's whole state and begin to write it."""
-    checkpoint.begin_checkpoint(run, step)
+    snapshot.begin_checkpoint(run, step)
 
 
 @task(name="checkpoint", task_run_name="step-{step}/checkpoint", **STAGE)

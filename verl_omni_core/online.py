@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.advantage import advantage
-from verl_omni_core.stages.checkpoint import begin_checkpoint, checkpoint
+from verl_omni_core.stages.checkpoint import checkpoint
 from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.finish import finish
 from verl_omni_core.stages.log import log
@@ -16,13 +16,15 @@ from verl_omni_core.stages.reward import reward
 from verl_omni_core.stages.rollout import rollout
 from verl_omni_core.stages.schedule import checkpoint_due, due, policy_version, snapshot_due
 from verl_omni_core.stages.session import RunRef
+from verl_omni_core.stages.snapshot import begin_checkpoint
 from verl_omni_core.stages.sync import sync
+from verl_omni_core.stages.time_limit import has_time, stop_early
 from verl_omni_core.stages.update import update
 from verl_omni_core.stages.validate import validate
 
 
 def train(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
-    """Train by reinforcement learning; return the summary of the run.
+    """Train by reinforcement learning; return the summary of the run, or why it stopped before its machine's time ends.
 
     Args:
         config: the run's settings. A run whose id exists goes on where it stopped.
@@ -37,6 +39,8 @@ def train(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
         if config.run.validate_before and run.done == 0:
             validate(run, 0)
         for step in range(run.done + 1, config.run.steps + 1):
+            if not has_time(run, step):
+                return stop_early(run, step - 1)
             train_step(run, config, step)
         if snapshot_due(config, config.run.steps):
             checkpoint(run, config.run.steps)

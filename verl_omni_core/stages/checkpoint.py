@@ -5,41 +5,21 @@ import logging
 from verl_omni_core.errors import ContractError
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
-from verl_omni_core.stages.schedule import durability_level, is_kept, snapshot_due
+from verl_omni_core.stages.schedule import snapshot_due
 from verl_omni_core.stages.session import RunRef, Session, session_of
-from verl_omni_core.stages.sync import AVERAGE, POLICY, weights_artifact
 from verl_omni_core.stages.update import STAGE as UPDATE
 from verl_omni_core.store.manifest import ArtifactRef
 
-STAGE, BEGIN = "checkpoint", "begin_checkpoint"
+STAGE = "checkpoint"
 
 logger = logging.getLogger(__name__)
-
-
-@stage(BEGIN)
-def begin_checkpoint(run: RunRef, step: int) -> None:
-    """Let the trainer copy its state after ``step`` and begin to write it, where that is due.
-
-    With ``durability.checkpoint_contents = weights`` a step that is kept for good has its weights committed here: they
-    are what ``verl-omni export`` reads, and nothing resumes from them. Without a ledger to recover by
-    (``durability.level = none``) the state is also waited for.
-    """
-    session = session_of(run)
-    if session.config.durability.checkpoint_contents == "weights" and is_kept(session.config, step):
-        weights_artifact(session, step, POLICY)
-        if session.config.training.ema_decay is not None:
-            weights_artifact(session, step, AVERAGE)
-    if snapshot_due(session.config, step):
-        _begin(session, step)
-        if durability_level(session.config) == "none":
-            _commit(session, step)
 
 
 @stage(STAGE)
 def checkpoint(run: RunRef, step: int) -> ArtifactRef | None:
     """Commit the policy, its average, optimizer, schedule and random states after ``step``, where that is due.
 
-    What :func:`begin_checkpoint` began is waited for; what nobody began is begun here. A trainer that has learned from
+    What was begun after the update is waited for; what nobody began is begun here. A trainer that has learned from
     a later step, as one that outlived its flow may have, cannot go back: then there is none of this step.
 
     Raises:
@@ -49,13 +29,8 @@ def checkpoint(run: RunRef, step: int) -> ArtifactRef | None:
     return commit_state(session, step) if snapshot_due(session.config, step) else None
 
 
-def commit_state(session: Session, step: int) -> ArtifactRef | None:
-    """Commit the trainer's whole state after ``step``, whether it is due or not; see :func:`checkpoint`."""
-    _begin(session, step)
-    return _commit(session, step)
-
-
-def _begin(session: Session, step: int) -> None:
+def begin_state(session: Session, step: int) -> None:
+    """Let the trainer copy its state after ``step`` and begin to write it; does nothing if that was done."""
     if session.snapshot is not None and session.snapshot.step == step:
         return
     update, key = _origin(session, step)
@@ -70,7 +45,9 @@ def _begin(session: Session, step: int) -> None:
     session.snapshot = attempt
 
 
-def _commit(session: Session, step: int) -> ArtifactRef | None:
+def commit_state(session: Session, step: int) -> ArtifactRef | None:
+    """Commit the trainer's whole state after ``step``, whether it is due or not; see :func:`checkpoint`."""
+    begin_state(session, step)
     attempt = session.snapshot
     if attempt is None or attempt.step != step:
         return session.store.find(step, STAGE)

@@ -6,7 +6,7 @@ a second writer finds the number taken. Each record names the digest of the one 
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from verl_omni_core.store.lease import check_epoch, describe_holder
 from verl_omni_core.store.manifest import sha256
 
 _OWN = ("sequence", "fence_epoch", "wall_time", "previous_sha256", "sha256")
+
+REWIND = "rewind"
+"""Kind of the record that takes back those before it whose step comes after its ``to_version``."""
 
 
 class Ledger:
@@ -156,6 +159,17 @@ class Ledger:
 
     def _path(self, sequence: int) -> Path:
         return self._folder / f"{sequence:012d}.json"
+
+
+def standing(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the records, in order, that no later rewind takes back, without the rewinds themselves."""
+    kept: list[Mapping[str, Any]] = []
+    for record in records:
+        if record.get("kind") == REWIND:
+            kept = [earlier for earlier in kept if earlier.get("step", 0) <= record["to_version"]]
+        else:
+            kept.append(record)
+    return kept
 
 
 def _digest(entry: Mapping[str, Any]) -> str:

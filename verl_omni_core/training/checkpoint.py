@@ -29,7 +29,7 @@ from verl_omni_core.training.ranks import Ranks, vote
 from verl_omni_core.training.snapshot import (
     Snapshot,
     like,
-    model_of,
+    network_of,
     policy_of,
     set_random_states,
     state_of,
@@ -87,7 +87,7 @@ def load(engine: "DiffusersFSDPEngine", folder: Path) -> dict[str, Any]:
     """Go on from ``folder``; see :meth:`DiffusersFSDPEngine.load_checkpoint`."""
     index = read_index(folder)
     verify(folder, index)
-    _refuse(differences(engine, index), index, folder)
+    refuse_other_policy(engine, index, folder)
     steps = index["optimizer"]["steps"]
     _prepare_moments(engine, steps)
     state, _ = state_of(engine)
@@ -224,11 +224,15 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def differences(engine: "DiffusersFSDPEngine", index: Mapping[str, Any]) -> list[str]:
-    """Return in what a checkpoint does not fit a trainer, a phrase each; empty if it does."""
+def refuse_other_policy(engine: "DiffusersFSDPEngine", index: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint of another network, policy or optimizer, or with an average where there is none.
+
+    Raises:
+        ConfigError: names every difference.
+    """
     found = []
-    for group, here in (("model", model_of(engine)), ("policy", policy_of(engine))):
-        there = index.get(group, here)  # older ones do not tell the model
+    for group, here in (("network", network_of(engine)), ("policy", policy_of(engine))):
+        there = index.get(group, here)  # older ones do not tell the network
         found += [
             f"{key} = {there.get(key)!r} there, this trainer has {key} = {here.get(key)!r}"
             for key in sorted(here.keys() | there.keys())
@@ -240,7 +244,7 @@ def differences(engine: "DiffusersFSDPEngine", index: Mapping[str, Any]) -> list
     if (index["ema_updates"] is None) != (engine.ema is None):
         has, must = ("no", "none") if index["ema_updates"] is None else ("an", "set")
         found.append(f"{has} average of the policy there, training.ema_decay must be {must}")
-    return found
+    _refuse(found, index, folder)
 
 
 def _other_shapes(state: Mapping[str, Tensor], recorded: Mapping[str, list[int]]) -> list[str]:

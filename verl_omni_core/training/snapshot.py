@@ -43,7 +43,7 @@ def take(engine: "DiffusersFSDPEngine", extra: Mapping[str, Any], ranks: Ranks) 
     tensors, steps = state_of(engine)
     facts = {
         "ranks": ranks.size,
-        "model": model_of(engine),
+        "network": network_of(engine),
         "policy": policy_of(engine),
         "counters": asdict(engine.counters),
         "ema_updates": engine.ema.updates if engine.ema else None,
@@ -83,11 +83,11 @@ def policy_of(engine: "DiffusersFSDPEngine") -> dict[str, Any]:
     return {"kind": "lora", **kept, "adapters": lora.adapter_names(engine.module)}
 
 
-def model_of(engine: "DiffusersFSDPEngine") -> dict[str, Any]:
-    """Return the adapter's name and the network's own configuration, without where it was loaded from."""
+def network_of(engine: "DiffusersFSDPEngine") -> dict[str, Any]:
+    """Return the network's own configuration, without where it was loaded from."""
     config = dict(getattr(engine.module, "config", {}))
-    own = {key: value for key, value in config.items() if not key.startswith("_")}
-    return json.loads(json.dumps({"name": engine.model.name, **own}, default=str))
+    kept = {key: value for key, value in config.items() if key == "_class_name" or not key.startswith("_")}
+    return json.loads(json.dumps(kept, default=str))
 
 
 def versions() -> dict[str, str]:

@@ -68,8 +68,8 @@ def test_every_difference_is_told_at_once_and_what_helps(pipeline, saved):
 
 def test_a_checkpoint_of_a_network_of_another_size_is_refused_by_the_name_of_what_differs(pipeline, saved):
     index = json.loads((saved / checkpoint.INDEX_FILE).read_text())
-    assert index["model"]["num_layers"] == 2
-    index["model"]["num_layers"] = 24
+    assert index["network"]["num_layers"] == 2
+    index["network"]["num_layers"] = 24
     (saved / checkpoint.INDEX_FILE).write_text(json.dumps(index))
     _refused(pipeline, saved, ConfigError, "num_layers = 24 there, this trainer has num_layers = 2")
 
