@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from verl_omni_core.report.progress import Progress
     from verl_omni_core.settings.run import RunConfig
 
+STOPPED_EARLY = 75
+"""Exit code of a run that saved and stopped because its machine's time ends: EX_TEMPFAIL, which schedulers requeue."""
+
 
 def train(
     profile: Profile,
@@ -38,12 +41,24 @@ def train(
         print(f"note: {note}", file=sys.stderr)
     told = _nothing_to_do(config)
     print(told or _run(config, resolved.record(), prefect))
+    if told is None:
+        _tell_the_scheduler(config)
+
+
+def _tell_the_scheduler(config: "RunConfig") -> None:
+    """End with a code of its own where the run stopped early: whoever starts jobs starts this one again."""
+    from verl_omni_core.stages.time_limit import stopped_early
+
+    if stopped_early(config):
+        raise typer.Exit(STOPPED_EARLY)
 
 
 def _nothing_to_do(config: "RunConfig") -> str | None:
     """Return what to say of a finished run; refuse, before anything starts, what opening the run would refuse."""
     from verl_omni_core.stages.opening import finished, refuse_owned, resumed
+    from verl_omni_core.stages.time_limit import refuse_past_end
 
+    refuse_past_end(config)
     folder = resumed(config)
     if folder is not None:
         refuse_owned(folder)
@@ -58,6 +73,8 @@ def _run(config: "RunConfig", origins: dict[str, str], prefect: bool) -> str:
 
     display = Progress()
     done = steps_done(folder_of(config.run.store).absolute() / str(config.run.id))
+    if isinstance(config.run.resume, int):
+        done = min(done, config.run.resume)
     display.start(str(config.run.id), steps=config.run.steps, step=done)
     remove = observe_with(display)
     try:

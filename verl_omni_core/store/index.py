@@ -1,8 +1,8 @@
 """An index that opens long runs fast: what stands behind a run's newest steps, a file for every 100 of them.
 
 Everything in it is derived. A block says that all steps up to its last one are finished, and those before its first one
-swept, so opening the run looks only at what comes after; a block that is missing, damaged or overtaken is no obstacle, and the owner writes it
-anew from the commits. ``verl-omni verify`` compares all of it with them.
+swept, so opening the run looks only at what comes after. One that is missing, damaged or overtaken is no obstacle: the
+owner writes it anew from the commits. ``verl-omni verify`` compares all of it with them.
 """
 
 import json

@@ -7,7 +7,7 @@ a second writer finds the number taken. Each record names the digest of the one 
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +24,9 @@ from verl_omni_core.store.manifest import sha256
 logger = logging.getLogger(__name__)
 
 _OWN = ("sequence", "fence_epoch", "wall_time", "previous_sha256", "sha256")
+
+REWIND = "rewind"
+"""Kind of the record that takes back those before it whose step comes after its ``to_version``."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,17 @@ class Ledger:
 
     def _path(self, sequence: int) -> Path:
         return self._folder / f"{sequence:012d}.json"
+
+
+def standing(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the records, in order, that no later rewind takes back, without the rewinds themselves."""
+    kept: list[Mapping[str, Any]] = []
+    for record in records:
+        if record.get("kind") == REWIND:
+            kept = [earlier for earlier in kept if earlier.get("step", 0) <= record["to_version"]]
+        else:
+            kept.append(record)
+    return kept
 
 
 def _step(record: Mapping[str, Any]) -> int:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from verl_omni_core.errors import StoreError
 from verl_omni_core.store.durable_files import create_whole, replace_whole
-from verl_omni_core.store.places import COMMIT, EPOCHS, REJECTED, RUN, SETTINGS, remote_of
+from verl_omni_core.store.places import COMMIT, EPOCHS, REJECTED, REWIND_MARKER, RUN, SETTINGS, remote_of
 from verl_omni_core.store.remote import Remote
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16
-_DECIDES = {"steps", "ledger", "lease", EPOCHS, SETTINGS, RUN}
+_DECIDES = {"steps", "ledger", "lease", EPOCHS, SETTINGS, RUN, REWIND_MARKER}
 """What stands in a run's folder and is not only to inform."""
 _complete: dict[str, int] = {}
 """Folders of the runs that this process owns, whose markers are all here, with its epoch."""
@@ -156,6 +156,8 @@ def complete(root: Path, epoch: int) -> None:
             marker.unlink()
     wanted = [name for name in objects if name.count("/") == 2 and name.endswith(f"/{COMMIT}")]
     pull_missing(root, [root / "steps" / name for name in wanted])
+    (root / REWIND_MARKER).unlink(missing_ok=True)
+    pull(root, root / REWIND_MARKER)
     _complete[str(root)] = epoch
 
 

@@ -17,6 +17,7 @@ from verl_omni_core.store.remote import Remote
 ADDRESS = "remote.json"
 """Beside the runs of a cache: the address of their objects."""
 RUN, SETTINGS, EPOCHS, COMMIT, REJECTED = "run.json", "settings", "epoch", "COMMIT", "rejected.json"
+REWIND_MARKER = "rewind.json"
 """Names within a run's folder."""
 
 

@@ -23,6 +23,8 @@ from verl_omni_core.store.places import RUN, SETTINGS, folder_of, remote_of, rem
 ENGINE = "engine.json"
 ORIGINS = "settings_origins.json"
 PROGRESS = "progress.json"
+STOPPED = "stopped"
+"""Status of a run that ended before its last step, and goes on when it is started again."""
 TRAIN, EVALUATE = "train", "evaluate"
 """Kinds of runs: one that learns, and one that only judges."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -45,6 +47,8 @@ class RunFolder:
     """``train`` or ``evaluate``."""
     uuid: str
     """Drawn once: another run that gets the same folder has another one."""
+    request: str | None
+    """Who asked for it, where the same may ask again, such as a flow run that is retried."""
 
     @property
     def run_id(self) -> str:
@@ -104,6 +108,10 @@ class RunFolder:
         value = {"status": status, "step": step, "reward": reward, "updated": _now()}
         replace_whole(self.root / PROGRESS, json.dumps(value).encode())
 
+    def status(self) -> str:
+        """Return what :meth:`write_progress` said last, or ``new``."""
+        return str(self._progress().get("status", "new"))
+
     def _progress(self) -> dict[str, Any]:
         try:
             return _read_json(self.root / PROGRESS) or {}
@@ -137,6 +145,7 @@ def create_run(
     run_id: str | None = None,
     profile: str | None = None,
     kind: str = TRAIN,
+    request: str | None = None,
 ) -> RunFolder:
     """Make a run's folder with its resolved settings.
 
@@ -147,6 +156,7 @@ def create_run(
         run_id: name of the run; none derives one from the time and the profile.
         profile: name of the profile, for a derived id.
         kind: ``train``, or ``evaluate`` for a run that only judges.
+        request: who asks, where the same may ask again.
     Raises:
         ConfigError: ``run_id`` is no legal name.
         StoreError: such a run exists, or the store cannot be written.
@@ -170,6 +180,7 @@ def create_run(
         content = {
             "kind": kind,
             "uuid": uuid.uuid4().hex,
+            "request": request,
             "config": config,
             "config_digest": digest(config),
             "code_version": code_version,
@@ -204,7 +215,7 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
             f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id"
         )
     newest = newest_settings(root)
-    value = {"kind": TRAIN, "uuid": "", **made}
+    value = {"kind": TRAIN, "uuid": "", "request": None, **made}
     if newest.name != RUN:
         resumed = _read_json(newest) or {}
         value |= {name: resumed.get(name) for name in ("config", "config_digest")}
