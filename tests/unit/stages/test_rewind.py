@@ -13,9 +13,8 @@ from verl_omni_core.stages.rewind import finish_rewind, go_back, set_aside
 from verl_omni_core.stages.session import let_go
 from verl_omni_core.store import rejection
 from verl_omni_core.store.artifacts import RunStore
-from verl_omni_core.store.attempt import REJECTED
 from verl_omni_core.store.ledger import Ledger, standing
-from verl_omni_core.store.places import REWIND_MARKER
+from verl_omni_core.store.places import REJECTED, REWIND_MARKER
 from verl_omni_core.store.runs import steps_done
 
 IDS = [f"{step:06d}/{number:04d}" for step in range(1, STEPS + 1) for number in (0, 1)]
