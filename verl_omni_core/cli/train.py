@@ -1,12 +1,14 @@
 """``verl-omni train``: run a profile in the foreground and watch it."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl_omni_core.cli._arguments import Overrides, Profile, WithPrefect
+from verl_omni_core.cli._arguments import Overrides, WithPrefect
+from verl_omni_core.cli._refusals import before_anything_starts
 from verl_omni_core.cli._surroundings import flow, surround
 
 if TYPE_CHECKING:
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def train(
-    profile: Profile,
+    profile: Annotated[
+        str | None,
+        typer.Argument(help="A profile's name, or the path of a TOML file; none: the settings of the run that exists."),
+    ] = None,
     set_: Overrides = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run; one that exists is resumed.")] = None,
     prefect: WithPrefect = True,
@@ -26,18 +31,42 @@ def train(
     """
     from verl_omni_core.settings.check import check
     from verl_omni_core.settings.loader import load
+
+    origins: dict[str, str] | None = None
+    with before_anything_starts():
+        if profile is None:
+            config = _of_the_run(run_id, set_ or ())
+        else:
+            resolved = load(profile, overrides=set_ or (), explicit={} if run_id is None else {"run.id": run_id})
+            config, origins = _named(resolved.config, profile), resolved.record()
+        for note in check(config).notes:
+            print(f"note: {note}", file=sys.stderr)
+        _refuse_early(config)
+    print(run_in_the_foreground(config, origins, prefect))
+
+
+def _named(config: "RunConfig", profile: str) -> "RunConfig":
     from verl_omni_core.store.runs import new_run_id
 
-    explicit = {"run.id": run_id} if run_id else {}
-    resolved = load(profile, overrides=set_ or (), explicit=explicit)
-    config = resolved.config
-    if config.run.id is None:
-        named = config.run.model_copy(update={"id": new_run_id(config.run.store, profile)})
-        config = config.model_copy(update={"run": named})
-    for note in check(config).notes:
-        print(f"note: {note}", file=sys.stderr)
-    _refuse_early(config)
-    print(_run(config, resolved.record(), prefect))
+    if config.run.id is not None:
+        return config
+    named = config.run.model_copy(update={"id": new_run_id(config.run.store, profile)})
+    return config.model_copy(update={"run": named})
+
+
+def _of_the_run(run_id: str | None, overrides: Sequence[str]) -> "RunConfig":
+    """Return the settings that a run had last, with changes; its place is that of the changes, or the default."""
+    from verl_omni_core.errors import ConfigError
+    from verl_omni_core.settings.loader import apply_overrides, load
+    from verl_omni_core.stages.trained import config_of
+    from verl_omni_core.store.runs import open_run
+
+    if run_id is None:
+        raise ConfigError("neither a profile nor --run-id is given; name a profile, or a run that exists")
+    store = load(overrides=overrides).config.run.store
+    config = config_of(open_run(store, run_id))
+    placed = config.model_copy(update={"run": config.run.model_copy(update={"store": store})})
+    return apply_overrides(placed, overrides)
 
 
 def _refuse_early(config: "RunConfig") -> None:
@@ -49,7 +78,13 @@ def _refuse_early(config: "RunConfig") -> None:
         refuse_owned(folder)
 
 
-def _run(config: "RunConfig", origins: dict[str, str], prefect: bool) -> str:
+def run_in_the_foreground(config: "RunConfig", origins: dict[str, str] | None, prefect: bool) -> str:
+    """Train with a live display; return the summary of the run.
+
+    Args:
+        origins: where each setting comes from, by dotted name; none leaves what the run recorded.
+        prefect: as a flow, else as plain Python.
+    """
     from verl_omni_core.report.progress import Progress
     from verl_omni_core.stages.observe import observe_with
     from verl_omni_core.store.runs import steps_done
@@ -65,7 +100,7 @@ def _run(config: "RunConfig", origins: dict[str, str], prefect: bool) -> str:
         display.stop()
 
 
-def _surrounded(config: "RunConfig", origins: dict[str, str], prefect: bool, display: "Progress") -> str:
+def _surrounded(config: "RunConfig", origins: dict[str, str] | None, prefect: bool, display: "Progress") -> str:
     display.message(f"run {config.run.id}: starting Ray{' and Prefect' if prefect else ''}")
     surround(config.cluster, with_prefect=prefect, say=display.message)
     if prefect:

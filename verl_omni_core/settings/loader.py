@@ -88,6 +88,11 @@ def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     return _merge([_overrides_layer(overrides), Layer(config.model_dump(), {})])
 
 
+def override_names(overrides: Sequence[str]) -> list[str]:
+    """Return the dotted names that ``a.b=c`` texts set."""
+    return [text.partition("=")[0].strip() for text in overrides]
+
+
 def profile_names() -> list[str]:
     """Return the names of the profiles that ship with the package."""
     return sorted(entry.name.removesuffix(".toml") for entry in _shipped().iterdir() if entry.name.endswith(".toml"))

@@ -21,6 +21,7 @@ from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import runs
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import Ownership, describe_holder, is_owned, take_ownership
+from verl_omni_core.store.lineage import base_step
 from verl_omni_core.training.checkpoint import INDEX_FILE
 from verl_omni_core.version import __version__
 from verl_omni_core.workers.actors import Actors
@@ -72,7 +73,7 @@ def _open(config: RunConfig, folder: runs.RunFolder, ref: RunRef, ownership: Own
     actors = Actors.start_or_find(config, folder, ownership.epoch)
     session = register(Session(ref, config, store, actors, ownership))
     done = runs.steps_done(folder.root)
-    if done:
+    if done > base_step(folder.root):
         plan(ref, done)  # planned anew it is the same, or the training prompts changed under the run
     restore(session)
     folder.write_engines(actors.describe_engines())
@@ -90,7 +91,11 @@ def attach(ref: RunRef) -> Session:
 
 
 def restore(session: Session) -> None:
-    """Bring a fresh trainer to the newest checkpoint that is whole; later updates are replayed from stored batches."""
+    """Bring a fresh trainer to the newest checkpoint that is whole; later updates are replayed from stored batches.
+
+    Raises:
+        StoreError: a fork has none: the batches before its first step are its parent's.
+    """
     trainer, store = session.actors.trainer, session.store
     if trainer.version() > 0:
         return
@@ -103,11 +108,17 @@ def restore(session: Session) -> None:
                 return
         except StoreError as error:
             logger.warning("the checkpoint of step %d is damaged, and the one before it is taken: %s", step, error)
+    base = base_step(session.root)
+    if base:
+        raise StoreError(
+            f"run {session.root.name!r} goes on from step {base} of another run, and no checkpoint of it is whole; "
+            "restore its folder from a copy, or fork that run again (verl-omni fork)"
+        )
 
 
 def steps_behind(session: Session) -> int:
     """Return the last step before the first that is not logged, or that the trainer has not learned from."""
-    logged = 0
+    logged = base_step(session.root)
     while session.store.find(logged + 1, LAST_STAGE) is not None:
         logged += 1
     return min(logged, session.actors.trainer.version())

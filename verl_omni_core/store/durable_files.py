@@ -13,6 +13,8 @@ from verl_omni_core.errors import StoreError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_UNLINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
+"""What a file system answers that has no hard links, has no more of them, or is another one."""
 
 
 def create_whole(path: Path, data: bytes) -> None:
@@ -73,6 +75,16 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make ``target`` the same file as ``source``, or on another file system a copy of it. Not synced."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _UNLINKABLE:
+            raise
+        shutil.copyfile(source, target)
 
 
 def free_bytes(path: Path) -> int:

@@ -16,8 +16,8 @@ from verl_omni_core.identity import digest
 from verl_omni_core.store.attempt import read_commit
 from verl_omni_core.store.durable_files import create_whole, replace_whole, storage_errors, sync_all
 from verl_omni_core.store.lease import is_owned
+from verl_omni_core.store.lineage import FIELD, RUN, Lineage, base_step
 
-RUN = "run.json"
 SETTINGS = "settings"
 """Folder of the settings that later starts changed, one file for each such start, named by its fence epoch."""
 ENGINE = "engine.json"
@@ -44,6 +44,8 @@ class RunFolder:
     """``train`` or ``evaluate``."""
     uuid: str
     """Drawn once: another run that gets the same folder has another one."""
+    lineage: Lineage | None = None
+    """Of a fork: which step of which run it goes on from."""
 
     @property
     def run_id(self) -> str:
@@ -122,6 +124,8 @@ class RunSummary:
     updated: str
     kind: str = TRAIN
     """``train`` or ``evaluate``."""
+    lineage: str = ""
+    """``<run>@<step>`` that a fork goes on from."""
 
 
 def create_run(
@@ -132,6 +136,7 @@ def create_run(
     run_id: str | None = None,
     profile: str | None = None,
     kind: str = TRAIN,
+    lineage: Lineage | None = None,
 ) -> RunFolder:
     """Make a run's folder with its resolved settings.
 
@@ -142,15 +147,13 @@ def create_run(
         run_id: name of the run; none derives one from the time and the profile.
         profile: name of the profile, for a derived id.
         kind: ``train``, or ``evaluate`` for a run that only judges.
+        lineage: of a fork.
     Raises:
         ConfigError: ``run_id`` is no legal name.
         StoreError: such a run exists, or the store cannot be written.
     """
-    if run_id is not None and not _ID.fullmatch(run_id):
-        raise ConfigError(
-            f"run.id is {run_id!r}, expected letters, digits, '.', '_' or '-', at most 100, starting with a "
-            "letter or digit"
-        )
+    if run_id is not None:
+        check_name(run_id)
     store = Path(store)
     with storage_errors(store):
         try:
@@ -169,10 +172,20 @@ def create_run(
             "config_digest": digest(config),
             "code_version": code_version,
             "created": _now(),
+            FIELD: None if lineage is None else lineage.to_json(),
         }
         create_whole(root / RUN, json.dumps(content, indent=1).encode())
         sync_all([store])
     return open_run(store, root.name)
+
+
+def check_name(run_id: str) -> None:
+    """Raise ConfigError for what cannot be the name of a run."""
+    if not _ID.fullmatch(run_id):
+        raise ConfigError(
+            f"run.id is {run_id!r}, expected letters, digits, '.', '_' or '-', at most 100, starting with a "
+            "letter or digit"
+        )
 
 
 def open_run(store: str | Path, run_id: str) -> RunFolder:
@@ -191,7 +204,7 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
             f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id"
         )
     newest = newest_settings(root)
-    value = {"kind": TRAIN, "uuid": "", **made}
+    value = {"kind": TRAIN, "uuid": "", FIELD: None, **made}
     if newest.name != RUN:
         resumed = _read_json(newest) or {}
         value |= {name: resumed.get(name) for name in ("config", "config_digest")}
@@ -200,6 +213,7 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
     if missing or value["config_digest"] != digest(value["config"]):
         wrong = f"lacks {missing}" if missing else "has settings that do not match their digest"
         raise StoreError(f"{newest} {wrong}; restore it from a copy: recorded settings never change")
+    value[FIELD] = Lineage.from_json(value[FIELD])
     return RunFolder(root, **{name: value[name] for name in names})
 
 
@@ -226,10 +240,12 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: s
 
 
 def steps_done(root: Path) -> int:
-    """Return the newest step whose update is committed; 0 if none is."""
+    """Return the newest step whose update is committed; if none is, the one that a fork goes on from, or 0."""
     folder = root / "steps"
     names = sorted((p.name for p in folder.iterdir() if p.name.isdigit()), reverse=True) if folder.is_dir() else []
-    return next((int(name) for name in names if read_commit(folder / name / _LAST_STAGE) is not None), 0)
+    done = (int(name) for name in names if read_commit(folder / name / _LAST_STAGE) is not None)
+    newest = next(done, None)
+    return base_step(root) if newest is None else newest
 
 
 def _summary(root: Path) -> RunSummary:
@@ -252,6 +268,7 @@ def _summary(root: Path) -> RunSummary:
         run.created,
         progress.get("updated", run.created),
         run.kind,
+        "" if run.lineage is None else str(run.lineage),
     )
 
 

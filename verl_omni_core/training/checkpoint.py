@@ -27,6 +27,7 @@ from verl_omni_core.training import lora, sharding
 
 if TYPE_CHECKING:
     from verl_omni_core.training.engine import DiffusersFSDPEngine
+    from verl_omni_core.training.outline import Outline
 
 FORMAT = 1
 INDEX_FILE = "checkpoint.json"
@@ -68,7 +69,7 @@ def load(engine: "DiffusersFSDPEngine", folder: Path) -> dict[str, Any]:
     """Go on from ``folder``; see :meth:`DiffusersFSDPEngine.load_checkpoint`."""
     index = read_index(folder)
     verify(folder, index)
-    _refuse_other_policy(engine, index, folder)
+    refuse_other_policy(engine, index, folder)
     steps = index["optimizer"]["steps"]
     _prepare_moments(engine, steps)
     state, _ = _tensors(engine)
@@ -204,7 +205,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _policy(engine: "DiffusersFSDPEngine") -> dict[str, Any]:
+def _policy(engine: "DiffusersFSDPEngine | Outline") -> dict[str, Any]:
     if engine.lora_config is None:
         return {"kind": "full"}
     config = lora.peft_config(engine.lora_config)
@@ -212,7 +213,12 @@ def _policy(engine: "DiffusersFSDPEngine") -> dict[str, Any]:
     return {"kind": "lora", **kept, "adapters": lora.adapter_names(engine.module)}
 
 
-def _refuse_other_policy(engine: "DiffusersFSDPEngine", index: Mapping[str, Any], folder: Path) -> None:
+def refuse_other_policy(engine: "DiffusersFSDPEngine | Outline", index: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint of another kind of policy, of another optimizer, or with an average where there is none.
+
+    Raises:
+        ConfigError: names the first difference.
+    """
     here, there = _policy(engine), index["policy"]
     for key in sorted(here.keys() | there.keys()):
         if here.get(key) != there.get(key):
