@@ -42,9 +42,12 @@ class WeightsSettings(Settings):
 
 
 class DurabilitySettings(Settings):
-    """What the run leaves on disk."""
+    """What the run leaves on disk, and how often it starts again."""
 
     min_free_gb: float = Field(1.0, ge=0, description="Free space below which no stage starts, GB.")
+    no_progress_budget: int = Field(
+        3, ge=1, description="Starts in a row that may break off without a new stage or shard before one is refused."
+    )
 
 
 class TrackingSettings(Settings):

@@ -14,6 +14,7 @@ from verl_omni_core.settings import tree
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages import comparison
 from verl_omni_core.stages.metric_table import metrics_of
+from verl_omni_core.stages.progress_budget import FINISHED, record_ending
 from verl_omni_core.stages.session import RunRef, Session, let_go, session_of
 from verl_omni_core.stages.validate import rewards_by_prompt
 from verl_omni_core.store.attempt import COMMIT, read_commit
@@ -42,6 +43,7 @@ def finish(run: RunRef) -> str:
         picture=picture,
     )
     (root / "summary.txt").write_text(text + "\n")
+    record_ending(root, run.epoch, FINISHED)
     folder.write_progress(status="finished", step=content.steps, reward=content.metrics.get(REWARD))
     close(session)
     return text

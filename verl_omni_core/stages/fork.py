@@ -209,6 +209,7 @@ def _take_over(
         path = attempt.folder / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
         with storage_errors(path):
+            path.unlink(missing_ok=True)  # a checkpoint counts the description of its attempt among its files
             link_or_copy(source.path_of(ref, file.name), path)
         seen = attempt.add_file(file.name).sha256
         if seen != file.sha256:

@@ -16,6 +16,7 @@ from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.log import STAGE as LAST_STAGE
 from verl_omni_core.stages.plan import plan
+from verl_omni_core.stages.progress_budget import STARTED_AT, mark, refuse_without_progress
 from verl_omni_core.stages.session import RunRef, Session, let_go, register
 from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import runs
@@ -53,7 +54,7 @@ def open_run(config: RunConfig, origins: Mapping[str, str] | None = None) -> Run
     if config.run.id is None:
         config = config_of(folder)
     let_go(str(folder.root))
-    ownership = take_ownership(folder.root, this_process())
+    ownership = take_ownership(folder.root, this_process(), {STARTED_AT: mark(folder.root)})
     ref = RunRef(str(folder.root), ownership.epoch)
     try:
         with let_go_on_failure(ref):
@@ -139,6 +140,7 @@ def resumed(config: RunConfig) -> runs.RunFolder | None:
 
     Raises:
         ConfigError: it was started with other settings, or trains nothing. StoreError: its folder is damaged.
+        NoProgressError: it broke off too often at the same place.
     """
     if config.run.id is None or not (Path(config.run.store) / config.run.id).exists():
         return None
@@ -146,6 +148,7 @@ def resumed(config: RunConfig) -> runs.RunFolder | None:
     if folder.kind != runs.TRAIN:
         raise ConfigError(f"run {folder.run_id!r} is an evaluation and trains nothing; give run.id another value")
     _refuse_other_settings(folder, config.model_dump(mode="json"))
+    refuse_without_progress(folder, config)
     return folder
 
 

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,12 +52,13 @@ class Ownership:
         self.release()
 
 
-def take_ownership(root: str | Path, owner: str) -> Ownership:
+def take_ownership(root: str | Path, owner: str, facts: Mapping[str, Any] | None = None) -> Ownership:
     """Become the owner of the run in ``root`` and start its next epoch.
 
     Args:
         root: the run's folder.
         owner: who this is, for the message that others get.
+        facts: further JSON-like entries of what is recorded about this owner.
     Raises:
         FencedError: a live process owns the run; says which.
         StoreError: the folder does not exist or cannot be written.
@@ -75,6 +77,7 @@ def take_ownership(root: str | Path, owner: str) -> Ownership:
             )
         epoch = newest_epoch(root) + 1
         entry = {
+            **(facts or {}),
             "epoch": epoch,
             "owner": owner,
             "pid": os.getpid(),

@@ -159,7 +159,7 @@ def test_a_run_that_cannot_go_on_is_refused_before_anything_starts(fresh):
         owner.release()
     (begun.root / "run.json").write_text("{")
     code, message = refused("begun")
-    assert code == 1 and "run.json" in message
+    assert code == 2 and "run.json" in message
 
 
 def test_all_faults_are_in_one_message(fresh):
