@@ -33,8 +33,10 @@ _MAY_CHANGE = (
     *("run.id", "run.store", "run.steps", "run.*_every"),
     *("*timeout_s", "*.max_attempts", "cluster.*", "durability.*", "tracking.tensorboard", "weights.probe*"),
     *("algorithm.max_ratio_deviation", "reward.failure", "reward.max_invalid_fraction"),
+    *("rollout.failure", "rollout.refill_rounds", "rollout.max_failed_fraction"),
 )
-"""Settings in which a resumed run may differ: no stage's key holds them, and they change no stage's result."""
+"""Settings in which a resumed run may differ: no stage's key holds them. They change no result of a stage in which
+nothing failed, and of others only what becomes of that from then on."""
 
 
 def open_run(config: RunConfig, origins: Mapping[str, str] | None = None) -> RunRef:

@@ -58,7 +58,7 @@ def scorer_breaks(run: RunRef, step: int) -> None:
 def breaks_off(config: RunConfig, error: Callable[[RunRef], None] = lambda run: scorer_breaks(run, 1)) -> None:
     """Start the run and let it end by an error in a stage."""
     ref = open_run(config)
-    with pytest.raises(BaseException), let_go_on_failure(ref):
+    with pytest.raises((EngineError, KeyboardInterrupt, SystemExit)), let_go_on_failure(ref):
         error(ref)
 
 
