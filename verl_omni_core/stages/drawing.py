@@ -78,9 +78,7 @@ def draw(
         validate=validate,
     )
     if policy == ZERO_WEIGHT:  # a pack may lose every sample of a prompt whose embeddings it was to write
-        packs = [
-            replace(pack, embedding_keys=frozenset(pack.requests[columns.PROMPT_KEY].to_pylist())) for pack in packs
-        ]
+        packs = [_with_own_embeddings(pack) for pack in packs]
     finished = session.store.finished_shards(attempt.step, attempt.stage, attempt.key)
     drawn = Drawn()
     for pack in packs:
@@ -110,6 +108,10 @@ def draw(
                 raise _final(failed, tries, what)
     _refuse_too_many(drawn.failed, len(requests), lost, session.config)
     return drawn
+
+
+def _with_own_embeddings(pack: PackTask) -> PackTask:
+    return replace(pack, embedding_keys=frozenset(pack.requests[columns.PROMPT_KEY].to_pylist()))
 
 
 def _draw_packs(
