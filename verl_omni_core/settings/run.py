@@ -20,7 +20,7 @@ class RunSettings(Settings):
     )
     store: str = Field("runs", description="Folder that holds all runs.")
     steps: int = Field(30, ge=0, description="Training steps.")
-    seed: int = Field(42, ge=0, description="Root of every derived seed.")
+    seed: int = Field(42, ge=0, lt=2**63, description="Root of every derived seed.")
     deterministic: bool = Field(
         False, description="Bit-equal repeats: fixed batch shapes, hashed routing, deterministic kernels."
     )

@@ -16,6 +16,7 @@ from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.schedule import policy_version
+from verl_omni_core.stages.settings_changes import Change, is_of_the_snapshot, spelled_out
 from verl_omni_core.stages.sync import AVERAGE, POLICY, weights_key
 from verl_omni_core.stages.trained import STAGES, config_of, spans
 from verl_omni_core.stages.validate import SAMPLES
@@ -29,12 +30,6 @@ from verl_omni_core.training.checkpoint import INDEX_FILE
 from verl_omni_core.training.outline import refuse_other_network
 from verl_omni_core.version import __version__
 
-_OF_THE_SNAPSHOT = (
-    *("model.name", "model.path", "model.options"),
-    *("model.lora.rank", "model.lora.alpha", "model.lora.targets", "model.lora.exclude", "model.lora.dtype"),
-    "training.optimizer",
-)
-"""Settings that the tensors of a snapshot were made with."""
 _JUDGED_BY = ("model", "data", "sampler", "rollout", "reward")
 """Groups of settings that say what a validation draws and how it is scored."""
 _OWN = ("run.id", "run.store")
@@ -159,18 +154,12 @@ def _derived_ids(run_id: str, base: int) -> Iterator[str]:
         number += 1
 
 
-def _refuse_changes(parent: runs.RunFolder, base: int, changes: Sequence[tuple[str, Any, Any]]) -> None:
-    odd = [
-        f"{name} = {old!r} in run {parent.run_id!r}, {new!r} asked for"
-        for name, old, new in changes
-        if any(name == fixed or name.startswith(f"{fixed}.") for fixed in _OF_THE_SNAPSHOT)
-        or (name == "training.ema_decay" and None in (old, new))
-    ]
+def _refuse_changes(parent: runs.RunFolder, base: int, changes: Sequence[Change]) -> None:
+    odd = [change for change in changes if is_of_the_snapshot(change)]
     if odd:
         raise ConfigError(
-            f"the snapshot of step {base} cannot serve other settings of the network or its optimizer:\n"
-            + "\n".join(odd)
-            + "\nleave them as they are, or start a new run with them (verl-omni train)"
+            f"the snapshot of step {base} of run {parent.run_id!r} was made with {spelled_out(odd)}, which it cannot "
+            "serve; leave that as it is, or start a new run with it (verl-omni train)"
         )
 
 
@@ -188,7 +177,7 @@ def _weights(parent: runs.RunFolder, source: RunStore, config: RunConfig, base: 
     return [ref for ref in found if ref is not None]
 
 
-def _judges_otherwise(changes: Sequence[tuple[str, Any, Any]]) -> bool:
+def _judges_otherwise(changes: Sequence[Change]) -> bool:
     return any(name.partition(".")[0] in _JUDGED_BY for name, _, _ in changes)
 
 

@@ -18,6 +18,8 @@ from verl_omni_core.stages.log import STAGE as LAST_STAGE
 from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.progress_budget import STARTED_AT, mark, refuse_without_progress
 from verl_omni_core.stages.session import RunRef, Session, let_go, register
+from verl_omni_core.stages.settings_changes import remedy, spelled_out
+from verl_omni_core.stages.soundness import refuse_unsound
 from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import runs
 from verl_omni_core.store.artifacts import RunStore
@@ -150,6 +152,7 @@ def resumed(config: RunConfig) -> runs.RunFolder | None:
     if folder.kind != runs.TRAIN:
         raise ConfigError(f"run {folder.run_id!r} is an evaluation and trains nothing; give run.id another value")
     _refuse_other_settings(folder, config.model_dump(mode="json"))
+    refuse_unsound(folder, config)
     refuse_without_progress(folder, config)
     return folder
 
@@ -175,16 +178,18 @@ def _folder(config: RunConfig) -> runs.RunFolder:
 
 
 def _refuse_other_settings(folder: runs.RunFolder, settings: Mapping[str, Any]) -> None:
-    for key, old, new in runs.config_differences(folder.config, settings):
-        if not any(fnmatch(key, pattern) for pattern in _MAY_CHANGE):
-            raise ConfigError(
-                f"run {folder.run_id!r} exists with {key} = {old!r}, and now it is {new!r}; give run.id another value, "
-                "or the settings that the run was started with"
-            )
+    changes = runs.config_differences(folder.config, settings)
+    odd = [change for change in changes if not any(fnmatch(change[0], pattern) for pattern in _MAY_CHANGE)]
+    if odd:
+        raise ConfigError(
+            f"run {folder.run_id!r} exists with {spelled_out(odd)}, which changes its results; "
+            f"{remedy(folder, odd, settings['run']['store'])}"
+        )
+    for key, old, new in changes:
         schedule = settings["training"]["schedule"]
         if key == "run.steps" and schedule != "constant":
             raise ConfigError(
                 f"run {folder.run_id!r} exists with run.steps = {old}, and now it is {new}, but training.schedule "
                 f"{schedule!r} stretches over all of them, so that finished steps would have had other learning rates; "
-                f"use {old} steps, or give run.id another value"
+                f"{remedy(folder, [(key, old, new)], settings['run']['store'])}"
             )

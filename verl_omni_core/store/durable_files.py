@@ -108,6 +108,14 @@ def check_free(path: Path, needed_bytes: int) -> None:
         )
 
 
+def why_unwritable(folder: Path) -> str | None:
+    """Return why this user can make no file in ``folder``; none if he can. Tries nothing, so it leaves no trace."""
+    if os.access(folder, os.W_OK | os.X_OK):
+        return None
+    is_read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+    return "the file system is mounted read-only" if is_read_only else "permission denied"
+
+
 def safe_name(name: str) -> str:
     """Return ``name`` if it is a relative path that stays inside its folder.
 

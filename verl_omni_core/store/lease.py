@@ -126,13 +126,23 @@ def check_epoch(root: Path, epoch: int) -> None:
 def holder(root: Path) -> dict[str, Any] | None:
     """Return the newest owner's ``epoch``, ``owner``, ``pid``, ``host`` and ``since``; none if there never was one."""
     newest = newest_epoch(root)
-    return json.loads((root / "epoch" / f"{newest}.json").read_bytes()) if newest else None
+    return _entry(root / "epoch" / f"{newest}.json") if newest else None
 
 
 def owners(root: Path) -> list[dict[str, Any]]:
     """Return what :func:`holder` does of every owner that the run in ``root`` had, in order."""
     paths = sorted((root / "epoch").glob("[0-9]*.json"), key=lambda path: int(path.stem))
-    return [json.loads(path.read_bytes()) for path in paths]
+    return [_entry(path) for path in paths]
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged ({error}); restore it from a copy") from error
+    if not isinstance(value, dict) or not {"epoch", "owner", "pid", "host", "since"} <= value.keys():
+        raise StoreError(f"{path} is damaged: it does not say who owned the run; restore it from a copy")
+    return value
 
 
 def describe_holder(root: Path) -> str:
