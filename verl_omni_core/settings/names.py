@@ -98,7 +98,7 @@ NOTES: Mapping[str, str] = {
     "algorithm.recompute_old_log_probs": "the opposite: true where bypass_mode is false",
     "algorithm.kl_coef": "0 switches the term off, so use_kl_loss needs no counterpart",
     "data.overlong": "'error' or 'truncate'",
-    "rollout.failure": "'refill' does what it does: incomplete groups are drawn anew",
+    "rollout.failure": "there an incomplete group gives way to another prompt",
     "run.steps": "counted in steps only",
     "training.prompts_per_update": "in prompts as well",
     "training.warmup_steps": "in steps",

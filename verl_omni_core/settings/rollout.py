@@ -37,6 +37,6 @@ class RolloutSettings(Settings):
     )
     refill_rounds: int = Field(3, ge=1, description="Other seeds that are tried for a sample before the run stops.")
     max_failed_fraction: float = Field(
-        0.2, ge=0, le=1, description="Share of samples that may fail before a step does, whatever becomes of them."
+        0.2, ge=0, le=1, description="Share of a step's samples that may be missing with 'drop' or 'zero_weight'."
     )
     options: dict[str, Any] = Field({}, description="Further options of the engine, passed to it as they are.")
