@@ -94,6 +94,11 @@ def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     return _merge([_overrides_layer(overrides), Layer(config.model_dump(), {})])
 
 
+def override_names(overrides: Sequence[str]) -> list[str]:
+    """Return the dotted names that ``a.b=c`` texts set."""
+    return [text.partition("=")[0].strip() for text in overrides]
+
+
 def profile_names() -> list[str]:
     """Return the names of the profiles that ship with the package."""
     return sorted(entry.name.removesuffix(".toml") for entry in _shipped().iterdir() if entry.name.endswith(".toml"))
@@ -112,7 +117,7 @@ def read_profile(profile: str | Path) -> dict[str, Any]:
                 f"profile {str(profile)!r} does not exist; give an existing TOML file or a shipped profile: "
                 f"{', '.join(profile_names())}"
             )
-        text = path.read_text(encoding="utf-8")
+        text = _text_of(path)
     elif str(profile) in profile_names():
         text = (_shipped() / f"{profile}.toml").read_text(encoding="utf-8")
     else:
@@ -121,6 +126,15 @@ def read_profile(profile: str | Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"profile {str(profile)!r} is no valid TOML: {error}; correct that line") from None
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"profile {str(path)!r} is not UTF-8 text ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"profile {str(path)!r} cannot be read ({error.strerror}); make it readable") from error
 
 
 def parse_value(text: str, field: FieldInfo | None) -> Any:

@@ -23,7 +23,7 @@ class RunSettings(Settings):
     )
     store: str = Field("runs", description="Folder that holds all runs, or `s3://bucket/prefix`.")
     steps: int = Field(30, ge=0, description="Training steps.")
-    seed: int = Field(42, ge=0, description="Root of every derived seed.")
+    seed: int = Field(42, ge=0, lt=2**63, description="Root of every derived seed.")
     deterministic: bool = Field(
         False, description="Bit-equal repeats: fixed batch shapes, hashed routing, deterministic kernels."
     )
@@ -56,7 +56,7 @@ class WeightsSettings(Settings):
 
 
 class DurabilitySettings(Settings):
-    """What the run leaves on disk."""
+    """What the run leaves on disk, and how often it starts again."""
 
     level: Literal["auto", "none", "ledger", "snapshot"] = Field(
         "auto",
@@ -70,6 +70,9 @@ class DurabilitySettings(Settings):
     )
     snapshot_timeout_s: float = Field(1800, gt=0, description="Deadline of writing a snapshot, seconds.")
     min_free_gb: float = Field(1.0, ge=0, description="Free space below which no stage starts, GB.")
+    no_progress_budget: int = Field(
+        3, ge=1, description="Starts in a row that may break off without a new stage or shard before one is refused."
+    )
     retention: RetentionSettings = Field(RetentionSettings(), description="How much of old steps stays on the disk.")
 
     @model_validator(mode="after")

@@ -8,7 +8,8 @@ from typing import Any
 
 from verl_omni_core.errors import FencedError, StoreError
 from verl_omni_core.settings.run import ClusterSettings
-from verl_omni_core.stages.session import RunRef, let_go
+from verl_omni_core.stages.progress_budget import FAILED, STOPPED, record_ending
+from verl_omni_core.stages.session import RunRef, known_session, let_go
 from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import places
 from verl_omni_core.store.lease import check_epoch, describe_holder, is_owned
@@ -51,7 +52,8 @@ def _say_status(run: RunRef, error: BaseException) -> None:
     root = Path(run.root)
     check_epoch(root, run.epoch)  # a newer owner says itself how the run is
     # whoever interrupts or cancels raises what is no Exception
-    status = "failed" if isinstance(error, Exception) else "stopped"
+    status = FAILED if isinstance(error, Exception) else STOPPED
+    record_ending(root, run.epoch, status, error=error, session=known_session(run))
     open_run(root.parent, root.name).write_progress(status=status, step=steps_done(root))
 
 

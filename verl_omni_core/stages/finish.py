@@ -17,6 +17,7 @@ from verl_omni_core.stages import comparison
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.log import STAGE as LOG
 from verl_omni_core.stages.metric_table import metrics_of
+from verl_omni_core.stages.progress_budget import FINISHED, record_ending
 from verl_omni_core.stages.session import RunRef, Session, let_go, session_of
 from verl_omni_core.stages.validate import STAGE as VALIDATE
 from verl_omni_core.stages.validate import rewards_by_prompt
@@ -52,6 +53,7 @@ def finish(run: RunRef) -> str:
     )
     (root / SUMMARY).write_text(text + "\n")
     _commit(session, text)
+    record_ending(root, run.epoch, FINISHED)
     folder.write_progress(status="finished", step=content.steps, reward=content.metrics.get(REWARD))
     close(session)
     return text

@@ -16,9 +16,12 @@ from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.finish import finished_summary
 from verl_omni_core.stages.plan import plan
+from verl_omni_core.stages.progress_budget import STARTED_AT, mark, refuse_without_progress
 from verl_omni_core.stages.rewind import finish_rewind, go_back, refuse_step, set_aside
 from verl_omni_core.stages.schedule import durability_level
 from verl_omni_core.stages.session import RunRef, Session, let_go, register
+from verl_omni_core.stages.settings_changes import remedy, spelled_out
+from verl_omni_core.stages.soundness import refuse_unsound
 from verl_omni_core.stages.time_limit import refuse_past_end
 from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import index, runs
@@ -26,6 +29,7 @@ from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.collected import is_collected
 from verl_omni_core.store.lease import Ownership, describe_holder, is_owned, take_ownership
 from verl_omni_core.store.ledger import Ledger
+from verl_omni_core.store.lineage import base_step
 from verl_omni_core.training.checkpoint import INDEX_FILE
 from verl_omni_core.version import __version__
 from verl_omni_core.workers.actors import Actors
@@ -36,8 +40,10 @@ _MAY_CHANGE = (
     *("run.id", "run.store", "run.steps", "run.*_every", "run.resume", "run.end_by", "run.end_margin_s"),
     *("*timeout_s", "*.max_attempts", "cluster.*", "durability.*", "tracking.tensorboard", "weights.probe*"),
     *("algorithm.max_ratio_deviation", "reward.failure", "reward.max_invalid_fraction"),
+    *("rollout.failure", "rollout.refill_rounds", "rollout.max_failed_fraction"),
 )
-"""Settings in which a resumed run may differ: no stage's key holds them, and they change no stage's result."""
+"""Settings in which a resumed run may differ: no stage's key holds them. They change no result of a stage in which
+nothing failed, and of others only what becomes of that from then on."""
 
 
 def open_run(config: RunConfig, origins: Mapping[str, str] | None = None, *, request: str | None = None) -> RunRef:
@@ -60,7 +66,7 @@ def open_run(config: RunConfig, origins: Mapping[str, str] | None = None, *, req
     if config.run.id is None:
         config = config_of(folder)
     let_go(str(folder.root))
-    ownership = take_ownership(folder.root, this_process())
+    ownership = take_ownership(folder.root, this_process(), {STARTED_AT: mark(folder.root)})
     ref = RunRef(str(folder.root), ownership.epoch)
     try:
         with let_go_on_failure(ref):
@@ -82,7 +88,7 @@ def _open(config: RunConfig, folder: runs.RunFolder, ref: RunRef, ownership: Own
     actors = Actors.start_or_find(config, folder, ownership.epoch)
     session = register(Session(ref, config, store, actors, ownership))
     done = runs.steps_done(folder.root)
-    if done:
+    if done > base_step(folder.root):
         plan(ref, done)  # planned anew it is the same, or the training prompts changed under the run
     resume = config.run.resume
     if not (isinstance(resume, int) and go_back(session, resume, request)):
@@ -105,6 +111,9 @@ def restore(session: Session) -> None:
     """Bring a fresh trainer to the newest checkpoint that is whole; later updates are replayed from stored batches.
 
     With ``durability.level = none`` they are not: what came after the checkpoint is set aside and done again.
+
+    Raises:
+        StoreError: a fork has none: the batches before its first step are its parent's.
     """
     if session.actors.trainer.version() > 0:
         return
@@ -125,6 +134,12 @@ def _load_newest(session: Session, done: int) -> None:
                 return
         except StoreError as error:
             logger.warning("the checkpoint of step %d is damaged, and the one before it is taken: %s", step, error)
+    base = base_step(session.root)
+    if base:
+        raise StoreError(
+            f"run {session.root.name!r} goes on from step {base} of another run, and no checkpoint of it is whole; "
+            "restore its folder from a copy, or fork that run again (verl-omni fork)"
+        )
 
 
 def steps_behind(session: Session) -> int:
@@ -150,6 +165,7 @@ def resumed(config: RunConfig, request: str | None = None) -> runs.RunFolder | N
     Raises:
         ConfigError: it was started with other settings, or trains nothing; or ``run.resume`` forbids it, or names a
             step that it has not done. StoreError: its folder is damaged.
+        NoProgressError: it broke off too often at the same place.
     """
     resume = config.run.resume
     if config.run.id is None or not runs.run_exists(config.run.store, config.run.id):
@@ -164,6 +180,8 @@ def resumed(config: RunConfig, request: str | None = None) -> runs.RunFolder | N
     if folder.kind != runs.TRAIN:
         raise ConfigError(f"run {folder.run_id!r} is an evaluation and trains nothing; give run.id another value")
     _refuse_other_settings(folder, config.model_dump(mode="json"))
+    refuse_unsound(folder, config)
+    refuse_without_progress(folder, config)
     if resume == "disable" and (request is None or folder.request != request):
         raise ConfigError(
             f"run {folder.run_id!r} exists in {config.run.store!r} with {runs.steps_done(folder.root)} steps, and "
@@ -212,16 +230,18 @@ def _folder(config: RunConfig, request: str | None) -> runs.RunFolder:
 
 
 def _refuse_other_settings(folder: runs.RunFolder, settings: Mapping[str, Any]) -> None:
-    for key, old, new in runs.config_differences(folder.config, settings):
-        if not any(fnmatch(key, pattern) for pattern in _MAY_CHANGE):
-            raise ConfigError(
-                f"run {folder.run_id!r} exists with {key} = {old!r}, and now it is {new!r}; give run.id another value, "
-                "or the settings that the run was started with"
-            )
+    changes = runs.config_differences(folder.config, settings)
+    odd = [change for change in changes if not any(fnmatch(change[0], pattern) for pattern in _MAY_CHANGE)]
+    if odd:
+        raise ConfigError(
+            f"run {folder.run_id!r} exists with {spelled_out(odd)}, which changes its results; "
+            f"{remedy(folder, odd, settings['run']['store'])}"
+        )
+    for key, old, new in changes:
         schedule = settings["training"]["schedule"]
         if key == "run.steps" and schedule != "constant":
             raise ConfigError(
                 f"run {folder.run_id!r} exists with run.steps = {old}, and now it is {new}, but training.schedule "
                 f"{schedule!r} stretches over all of them, so that finished steps would have had other learning rates; "
-                f"use {old} steps, or give run.id another value"
+                f"{remedy(folder, [(key, old, new)], settings['run']['store'])}"
             )

@@ -147,10 +147,16 @@ def let_go(root: str) -> None:
             session.ownership.release()
 
 
+def known_session(ref: RunRef) -> Session | None:
+    """Return this process's session of a run, if it has one."""
+    session = _sessions.get(ref.root)
+    return session if session is not None and session.ref.epoch == ref.epoch else None
+
+
 def session_of(ref: RunRef) -> Session:
     """Return this process's session of a run, attaching to its actors if need be."""
-    session = _sessions.get(ref.root)
-    if session is None or session.ref.epoch != ref.epoch:
+    session = known_session(ref)
+    if session is None:
         from verl_omni_core.stages.opening import attach
 
         session = register(attach(ref))

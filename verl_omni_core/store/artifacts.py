@@ -41,7 +41,7 @@ from verl_omni_core.store.runs import newest_settings
 
 _STAGE = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 _MAPPED = 4
-_OR_START_ANOTHER = "or export the weights of a step before it (verl-omni export) and start another run from them"
+_OR_START_ANOTHER = "or go on from a snapshot before it in a run of its own (verl-omni fork)"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,12 +65,13 @@ class Ownership:
         self.release()
 
 
-def take_ownership(root: str | Path, owner: str) -> Ownership:
+def take_ownership(root: str | Path, owner: str, facts: Mapping[str, Any] | None = None) -> Ownership:
     """Become the owner of the run in ``root`` and start its next epoch.
 
     Args:
         root: the run's folder.
         owner: who this is, for the message that others get.
+        facts: further JSON-like entries of what is recorded about this owner.
     Raises:
         FencedError: a live process owns the run; says which.
         StoreError: the folder does not exist or cannot be written.
@@ -92,6 +94,7 @@ def take_ownership(root: str | Path, owner: str) -> Ownership:
             )
         ownership.epoch = newest_epoch(root) + 1
         entry = {
+            **(facts or {}),
             "epoch": ownership.epoch,
             "owner": owner,
             "pid": os.getpid(),
@@ -158,14 +161,24 @@ def check_epoch(root: Path, epoch: int) -> None:
 def holder(root: Path) -> dict[str, Any] | None:
     """Return the newest owner's ``epoch``, ``owner``, ``pid``, ``host`` and ``since``; none if there never was one."""
     newest = newest_epoch(root)
-    return json.loads((root / EPOCHS / f"{newest}.json").read_bytes()) if newest else None
+    return _entry(root / EPOCHS / f"{newest}.json") if newest else None
 
 
 def owners(root: Path) -> list[dict[str, Any]]:
     """Return what :func:`holder` does of every owner that the run in ``root`` had, in order."""
     mirror.pull_owners(root)
     paths = sorted((root / EPOCHS).glob("[0-9]*.json"), key=lambda path: int(path.stem))
-    return [json.loads(path.read_bytes()) for path in paths]
+    return [_entry(path) for path in paths]
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged ({error}); restore it from a copy") from error
+    if not isinstance(value, dict) or not {"epoch", "owner", "pid", "host", "since"} <= value.keys():
+        raise StoreError(f"{path} is damaged: it does not say who owned the run; restore it from a copy")
+    return value
 
 
 def describe_holder(root: Path) -> str:

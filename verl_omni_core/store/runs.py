@@ -18,6 +18,7 @@ from verl_omni_core.store import mirror
 from verl_omni_core.store.attempt import read_commit, stage_folder
 from verl_omni_core.store.durable_files import replace_whole, storage_errors, sync_all
 from verl_omni_core.store.lease import is_owned
+from verl_omni_core.store.lineage import FIELD, Lineage, base_step
 from verl_omni_core.store.places import RUN, SETTINGS, folder_of, remote_of, remote_store, store_of
 
 ENGINE = "engine.json"
@@ -49,6 +50,8 @@ class RunFolder:
     """Drawn once: another run that gets the same folder has another one."""
     request: str | None
     """Who asked for it, where the same may ask again, such as a flow run that is retried."""
+    lineage: Lineage | None = None
+    """Of a fork: which step of which run it goes on from."""
 
     @property
     def run_id(self) -> str:
@@ -135,6 +138,8 @@ class RunSummary:
     updated: str
     kind: str = TRAIN
     """``train`` or ``evaluate``."""
+    lineage: str = ""
+    """``<run>@<step>`` that a fork goes on from."""
 
 
 def create_run(
@@ -146,6 +151,7 @@ def create_run(
     profile: str | None = None,
     kind: str = TRAIN,
     request: str | None = None,
+    lineage: Lineage | None = None,
 ) -> RunFolder:
     """Make a run's folder with its resolved settings.
 
@@ -157,15 +163,13 @@ def create_run(
         profile: name of the profile, for a derived id.
         kind: ``train``, or ``evaluate`` for a run that only judges.
         request: who asks, where the same may ask again.
+        lineage: of a fork.
     Raises:
         ConfigError: ``run_id`` is no legal name.
         StoreError: such a run exists, or the store cannot be written.
     """
-    if run_id is not None and not _ID.fullmatch(run_id):
-        raise ConfigError(
-            f"run.id is {run_id!r}, expected letters, digits, '.', '_' or '-', at most 100, starting with a "
-            "letter or digit"
-        )
+    if run_id is not None:
+        check_name(run_id)
     folder = folder_of(store)
     with storage_errors(folder):
         try:
@@ -185,6 +189,7 @@ def create_run(
             "config_digest": digest(config),
             "code_version": code_version,
             "created": _now(),
+            FIELD: None if lineage is None else lineage.to_json(),
         }
         try:
             mirror.create_copied(root, root / RUN, json.dumps(content, indent=1).encode())
@@ -195,6 +200,15 @@ def create_run(
             raise
         sync_all([folder])
     return open_run(store, root.name)
+
+
+def check_name(run_id: str) -> None:
+    """Raise ConfigError for what cannot be the name of a run."""
+    if not _ID.fullmatch(run_id):
+        raise ConfigError(
+            f"run.id is {run_id!r}, expected letters, digits, '.', '_' or '-', at most 100, starting with a "
+            "letter or digit"
+        )
 
 
 def open_run(store: str | Path, run_id: str) -> RunFolder:
@@ -215,7 +229,7 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
             f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id"
         )
     newest = newest_settings(root)
-    value = {"kind": TRAIN, "uuid": "", "request": None, **made}
+    value = {"kind": TRAIN, "uuid": "", "request": None, FIELD: None, **made}
     if newest.name != RUN:
         resumed = _read_json(newest) or {}
         value |= {name: resumed.get(name) for name in ("config", "config_digest")}
@@ -224,6 +238,7 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
     if missing or value["config_digest"] != digest(value["config"]):
         wrong = f"lacks {missing}" if missing else "has settings that do not match their digest"
         raise StoreError(f"{newest} {wrong}; restore it from a copy: recorded settings never change")
+    value[FIELD] = Lineage.from_json(value[FIELD])
     return RunFolder(root, **{name: value[name] for name in names})
 
 
@@ -260,9 +275,10 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: s
 
 
 def steps_done(root: Path) -> int:
-    """Return the newest step whose update is committed; 0 if none is."""
-    steps = reversed(mirror.steps(root))
-    return next((step for step in steps if read_commit(stage_folder(root, step, _LAST_STAGE)) is not None), 0)
+    """Return the newest step whose update is committed; if none is, the one that a fork goes on from, or 0."""
+    done = (step for step in reversed(mirror.steps(root)) if read_commit(stage_folder(root, step, _LAST_STAGE)))
+    newest = next(done, None)
+    return base_step(root) if newest is None else newest
 
 
 def _summary(root: Path) -> RunSummary:
@@ -285,6 +301,7 @@ def _summary(root: Path) -> RunSummary:
         run.created,
         progress.get("updated", run.created),
         run.kind,
+        "" if run.lineage is None else str(run.lineage),
     )
 
 

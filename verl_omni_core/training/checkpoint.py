@@ -38,6 +38,7 @@ from verl_omni_core.training.snapshot import (
 
 if TYPE_CHECKING:
     from verl_omni_core.training.engine import DiffusersFSDPEngine
+    from verl_omni_core.training.outline import Outline
 
 FORMAT = 1
 INDEX_FILE = "checkpoint.json"
@@ -224,7 +225,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def refuse_other_policy(engine: "DiffusersFSDPEngine", index: Mapping[str, Any], folder: Path) -> None:
+def refuse_other_policy(engine: "DiffusersFSDPEngine | Outline", index: Mapping[str, Any], folder: Path) -> None:
     """Refuse a checkpoint of another network, policy or optimizer, or with an average where there is none.
 
     Raises:

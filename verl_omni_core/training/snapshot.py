@@ -19,6 +19,7 @@ from verl_omni_core.version import __version__
 
 if TYPE_CHECKING:
     from verl_omni_core.training.engine import DiffusersFSDPEngine
+    from verl_omni_core.training.outline import Outline
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def state_of(engine: "DiffusersFSDPEngine") -> tuple[dict[str, Tensor], dict[str
     return state, steps
 
 
-def policy_of(engine: "DiffusersFSDPEngine") -> dict[str, Any]:
+def policy_of(engine: "DiffusersFSDPEngine | Outline") -> dict[str, Any]:
     """Return what decides which tensors train."""
     if engine.lora_config is None:
         return {"kind": "full"}
@@ -83,7 +84,7 @@ def policy_of(engine: "DiffusersFSDPEngine") -> dict[str, Any]:
     return {"kind": "lora", **kept, "adapters": lora.adapter_names(engine.module)}
 
 
-def network_of(engine: "DiffusersFSDPEngine") -> dict[str, Any]:
+def network_of(engine: "DiffusersFSDPEngine | Outline") -> dict[str, Any]:
     """Return the network's own configuration, without where it was loaded from."""
     config = dict(getattr(engine.module, "config", {}))
     kept = {key: value for key, value in config.items() if key == "_class_name" or not key.startswith("_")}
