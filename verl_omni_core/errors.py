@@ -10,10 +10,14 @@ class VerlOmniError(Exception):
 
     retryable = False
     """Whether doing the same thing again, unchanged, may succeed."""
+    exit_code = 1
+    """Of a command that ends with it: 2 for what cannot start, 1 for what failed."""
 
 
 class ConfigError(VerlOmniError, ValueError):
-    """Settings that cannot work; raised before any actor starts. Exit code 2."""
+    """Settings that cannot work; raised before any actor starts."""
+
+    exit_code = 2
 
 
 class UnknownNameError(ConfigError, LookupError):
@@ -22,6 +26,14 @@ class UnknownNameError(ConfigError, LookupError):
 
 class DataError(VerlOmniError, ValueError):
     """A data set, row or prompt that cannot be used."""
+
+    exit_code = 2
+
+
+class NoProgressError(VerlOmniError, RuntimeError):
+    """A run that broke off again and again at the same place, and is not started once more."""
+
+    exit_code = 2
 
 
 class ContractError(VerlOmniError, ValueError):

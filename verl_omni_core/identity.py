@@ -22,6 +22,17 @@ def sample_seed(run_seed: int, step: int, sample_index: int) -> int:
     return ((run_seed + step - 1) * SEED_STRIDE + sample_index) % SEED_MODULUS
 
 
+def refill_seed(run_seed: int, step: int, sample_index: int, refill: int) -> int:
+    """Return the seed of a sample that is drawn in place of one that failed for good.
+
+    Args:
+        run_seed, step, sample_index: as for :func:`sample_seed`.
+        refill: 1 for the first replacement.
+    """
+    place = {"run_seed": run_seed, "step": step, "sample_index": sample_index, "refill": refill}
+    return int(digest(place)[:16], 16) % SEED_MODULUS
+
+
 def group_uid(step: int, dataset_row: int, occurrence: int) -> str:
     """Return the id of a prompt's group in a step; ``occurrence`` tells repeated rows of one step apart."""
     return f"s{step:06d}-r{dataset_row:06d}-{occurrence}"

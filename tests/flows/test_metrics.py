@@ -13,7 +13,7 @@ from verl_omni_core.stages.metric_table import metrics_of
 pytestmark = pytest.mark.engine
 
 STEPS = range(1, small.STEPS + 1)
-SOURCES = ("rollout", "advantage", "update", "validate")
+SOURCES = ("rollout", "reward", "advantage", "update", "validate")
 EVERY_STEP = {
     *(f"actor/{name}" for name in ("loss", "ppo_kl", "ratio_mean", "ratio_std", "grad_norm", "lr")),
     *(f"actor/pg_clipfrac{name}" for name in ("", "_higher", "_lower")),
@@ -25,6 +25,8 @@ EVERY_STEP = {
     *(f"timing_per_image_ms/{name}" for name in ("gen", "adv", "update_actor")),
     *(f"perf/{name}" for name in ("total_num_images", "time_per_step", "throughput")),
     *(f"training/off_policy/trajectory_{name}/mean" for name in ("staleness", "staleness_worst", "spans")),
+    *(f"training/rollout_failure/evicted_{name}" for name in ("groups", "trajectories")),
+    *(f"training/rollout_failure/{name}" for name in ("refilled_prompts", "refill_rounds")),
     "training/global_step",
     "training/epoch",
     "flow/overhead_s",

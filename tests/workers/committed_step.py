@@ -47,16 +47,18 @@ def commit_step(
     lost: tuple[int, ...] = (),
     infinite: tuple[int, ...] = (),
     version: int | None = None,
+    epoch: int = 0,
 ) -> tuple[ArtifactRef, ArtifactRef]:
     """Commit ``trajectories``, ``embeddings`` and ``advantages`` of ten samples in shards of four.
 
     Args:
         infinite: samples whose latents are not finite.
         version: that drew the samples by their own account; none: ``step - 1``.
+        epoch: fence epoch of the run's owner.
     """
     version = step - 1 if version is None else version
     root.mkdir(exist_ok=True)
-    store = RunStore(root)
+    store = RunStore(root, epoch=epoch)
     batch = tiny.batch(pipeline, seed=step)
     rows, steps = batch["rows"], batch["rows"]["steps"]
     rows["all_latents"][list(infinite)] = float("inf")

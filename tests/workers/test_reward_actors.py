@@ -25,8 +25,9 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def start() -> ray.actor.ActorHandle:
-    return ray.remote(RewardWorker).options(num_cpus=0).remote(SETTINGS)
+def start(name: str) -> ray.actor.ActorHandle:
+    # detached, as the product's are: their life is not tied to a count of handles
+    return ray.remote(RewardWorker).options(num_cpus=0, name=name, lifetime="detached").remote(SETTINGS)
 
 
 def scores(workers: list[ray.actor.ActorHandle]) -> list[Score]:
@@ -37,7 +38,7 @@ def scores(workers: list[ray.actor.ActorHandle]) -> list[Score]:
 
 def test_two_actors_score_like_one_object_and_a_dead_one_is_replaced_by_the_other(cluster: None) -> None:
     expected = [row["jpeg_size"] for row in asyncio.run(RewardWorker(SETTINGS).score(ITEMS))]
-    first, second = start(), start()
+    first, second = start("first"), start("second")
     assert scores([first, second]) == expected
     ray.kill(first)
     assert scores([first, second]) == expected

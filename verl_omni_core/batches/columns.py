@@ -79,6 +79,7 @@ SCORER_VERSION = "scorer_version"
 EXTRA_JSON = "extra_json"
 RM_SCORE = "rm_score"
 VALID = "valid"
+REASON = "reason"
 
 # what the trainer adds
 WEIGHTS_VERSION = "weights_version"

@@ -269,8 +269,9 @@ SCHEMAS = {
         TableSchema("scores", _REWARDS),
         TableSchema("reward_summary", (
             *_ID, Column("rm_score", pa.float32(), nullable=True), *_maybe_float("llm_rm_score", "acc"),
-            Column("valid", pa.bool_()),
-        )),
+            Column("valid", pa.bool_()), _optional("status", NAME),
+            *_text("reason", nullable=True, required=False),
+        ), minor=1),
         TableSchema("logprobs", (
             *_ID, *_int64("weights_version"), Column("old_log_probs", _PER_STEP),
             _optional("old_prev_sample_mean", Tensors("float32", _STEP_LATENTS)),

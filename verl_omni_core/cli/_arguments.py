@@ -4,12 +4,11 @@ from typing import Annotated, Literal
 
 import typer
 
-Profile = Annotated[str, typer.Argument(help="A profile's name, or the path of a TOML file.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting, for example run.steps=30. May be repeated."),
 ]
-Store = Annotated[str, typer.Option(help="Folder that holds the runs.")]
+Store = Annotated[str, typer.Option(help="Folder that holds the runs, or s3://bucket/prefix.")]
 Network = Annotated[
     Literal["policy", "average"] | None,
     typer.Option(help="The policy or its moving average; none: the average where the run keeps one."),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl_omni_core.cli._arguments import Network, Overrides, Step, Store, WithPrefect
+from verl_omni_core.cli._refusals import before_anything_starts
 from verl_omni_core.cli._surroundings import flow, surround
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def evaluate(
         "store": store,
         "base": base,
     }
-    evaluation = plan_evaluation(target, **asked)
+    with before_anything_starts():
+        evaluation = plan_evaluation(target, **asked)
     _say(f"evaluation {evaluation.config.run.id}: {evaluation.title}")
     surround(evaluation.config.cluster, with_prefect=prefect, say=_say)
     stop_watching = observe_with(_Lines(evaluation))

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from verl_omni_core.cli._arguments import Network, Step, Store
+from verl_omni_core.cli._refusals import before_anything_starts
 
 
 def export(
@@ -29,7 +30,10 @@ def export(
     from transformers.utils import logging
 
     from verl_omni_core.stages.export import export as export_weights
+    from verl_omni_core.store.runs import open_run
 
+    with before_anything_starts():
+        open_run(store, run_id)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     done = export_weights(run_id, out, store=store, step=step, network=network, format=format_)
     what = "LoRA adapter" if done.format == "peft" else "pipeline"

@@ -15,11 +15,7 @@ from typer.core import TyperGroup
 
 import verl_omni_core
 from verl_omni_core import cli
-from verl_omni_core.errors import ConfigError, DataError, VerlOmniError
-
-CANNOT_START = 2
-"""Exit code where settings or data cannot work: nothing was started."""
-FAILED = 1
+from verl_omni_core.errors import VerlOmniError
 
 
 class _ReportingGroup(TyperGroup):
@@ -32,12 +28,7 @@ class _ReportingGroup(TyperGroup):
             if context.params.get("debug"):
                 traceback.print_exc()
             print(f"Error: {error}", file=sys.stderr)
-            raise typer.Exit(exit_code(error)) from error
-
-
-def exit_code(error: VerlOmniError) -> int:
-    """Return 2 for settings or data that cannot work, else 1."""
-    return CANNOT_START if isinstance(error, (ConfigError, DataError)) else FAILED
+            raise typer.Exit(error.exit_code) from error
 
 
 app = typer.Typer(

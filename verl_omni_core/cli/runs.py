@@ -2,7 +2,7 @@
 
 from verl_omni_core.cli._arguments import Store
 
-_COLUMNS = ("run", "kind", "status", "steps", "reward", "started (UTC)", "updated (UTC)")
+_COLUMNS = ("run", "kind", "status", "steps", "reward", "started (UTC)", "updated (UTC)", "forked from")
 
 
 def runs(store: Store = "runs") -> None:
@@ -25,6 +25,7 @@ def runs(store: Store = "runs") -> None:
                 "-" if run.reward is None else f"{run.reward:.4f}",
                 _time(run.started),
                 _time(run.updated),
+                run.lineage or "-",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -42,13 +42,14 @@ def _launch() -> services.Service:
 
 def wait(service: services.Service) -> str:
     """Wait until the server answers and return its address."""
-    services.wait_until(service, lambda: _is_healthy(service.address), START_TIMEOUT_S)
+    services.wait_until(service, lambda: answers(service.address), START_TIMEOUT_S)
     return service.address
 
 
-def _is_healthy(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Say whether a server is there and healthy."""
     try:
         with urllib.request.urlopen(f"{address}/health", timeout=5) as reply:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
-        return False  # not listening yet: the caller's deadline decides
+        return False  # not listening yet, or not any more: the caller decides

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import psutil
 
 from verl_omni_core.errors import DeadlineError, EngineError
+from verl_omni_core.home import home
 
 STOP_GRACE_S = 5.0  # a Ray head would drain for half a minute
 POLL_S = 0.2
@@ -42,13 +42,6 @@ class Service:
             return abs(process.create_time() - self.created) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
-
-
-def home() -> Path:
-    """Return the folder of local services: ``VERL_OMNI_HOME``, else ``~/.verl-omni``."""
-    folder = Path(os.environ.get("VERL_OMNI_HOME", "~/.verl-omni")).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def free_port() -> int:

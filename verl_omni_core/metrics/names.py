@@ -64,7 +64,12 @@ CRITIC = [
     Metric("critic/rewards/zero_std_ratio", "", "mean", "share of groups whose rewards are all equal"),
     Metric("critic/rewards/std_mean", "reward", "mean", "mean of the groups' population spreads"),
     Metric("critic/rewards/group_size", "", "mean", "samples by distinct groups"),
-    Metric("critic/rewards/invalid_fraction", "", "mean", "share of samples whose reward is missing"),
+    Metric(
+        "critic/rewards/invalid_fraction",
+        "",
+        "mean",
+        "share of drawn samples that count nowhere: without a reward, or left out with their group",
+    ),
     *_extremes("critic/advantages", "", "the advantages of valid samples, before clamping"),
     *_extremes("critic/returns", "", "the returns of valid samples, equal to the advantages"),
     Metric("critic/reward/{name}/mean", "reward", "mean", "mean of one scorer, or of the weighted sum as 'combined'"),
@@ -103,6 +108,17 @@ PROGRESS = [
         "training/off_policy/trajectory_staleness_worst", "step", "step - 1 - oldest policy version of a sample"
     ),
     *_extremes("training/off_policy/trajectory_spans", "", "policy versions that a sample spans"),
+    *_family(
+        "training/rollout_failure",
+        "",
+        {
+            "evicted_groups": "groups of a step of which no sample is trained on, because some failed",
+            "evicted_trajectories": "samples of a step that could not be drawn, or were left out with their group",
+            "refilled_prompts": "prompts of a step that have a sample drawn in place of one that failed",
+            "refill_rounds": "rounds in which other seeds were tried, summed over packs",
+        },
+        "sum",
+    ),
     Metric("timing_s/{stage}", "s", "sum", "wall time of a stage of the step; 'step' is perf/time_per_step"),
     Metric("timing_per_image_ms/{stage}", "ms", "mean", "a stage's wall time by samples"),
     Metric("perf/total_num_images", "sample", "sum", "samples of a step"),

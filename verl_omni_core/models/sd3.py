@@ -7,7 +7,6 @@ change. Source: Esser et al. 2024 (arXiv:2403.03206) and diffusers' ``StableDiff
 Axes: ``B`` rows, ``C h w`` latent, ``H W`` pixels, ``L`` text tokens, ``D`` width, ``N`` denoising steps.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from diffusers import (
 from torch import Tensor
 
 from verl_omni_core.errors import ConfigError, ContractError, NumericError
+from verl_omni_core.given_files import json_object
 from verl_omni_core.models import _tiny
 from verl_omni_core.models._contract import Conditioning, Denoiser, Encoders, Facts, Geometry, Schedule
 from verl_omni_core.models._guidance import classifier_free_guidance, is_guided
@@ -330,11 +330,13 @@ def build(options: Any) -> SD3Adapter:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        return json_object(path)
     except FileNotFoundError:
         raise ConfigError(
             f"model.path: {str(path)!r} does not exist; give a pipeline folder in diffusers format"
         ) from None
+    except ConfigError as error:
+        raise ConfigError(f"model.path: {error}") from error
 
 
 def _token_ids(tokenizer: Any, prompt: str, length: int) -> Tensor:

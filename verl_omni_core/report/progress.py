@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 REWARD = "critic/rewards/mean"
 SAMPLES, SECONDS = "perf/total_num_images", "perf/time_per_step"
+OF_THE_STEP_BEFORE = "checkpoint"
+"""The stage that ends what the step before began: no step begins or goes back with it."""
 _RECENT = 10
 _MEAN_REWARD = re.compile(r"val-(core|aux)/.+/reward/mean@\d+")
 """An accuracy may be the main metric of a validation; the reward is what the run shows all along."""
@@ -84,9 +86,11 @@ class Progress:
 
     def stage(self, step: int, name: str) -> None:
         """Say which stage runs now."""
-        if step != self._state.step:  # start-up and a validation before the first step belong to none
-            self._state.begun = self._clock()
-        self._state.step, self._state.stage = step, name
+        if name != OF_THE_STEP_BEFORE:
+            if step != self._state.step:  # start-up and a validation before the first step belong to none
+                self._state.begun = self._clock()
+            self._state.step = step
+        self._state.stage = name
         self._redraw()
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -4,7 +4,6 @@
 all that it finds in one message.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni_core import registry
-from verl_omni_core.errors import ConfigError, DataError
+from verl_omni_core.errors import ConfigError, DataError, StoreError
 from verl_omni_core.settings import resolve
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.store import places
+from verl_omni_core.store.durable_files import why_unwritable
+from verl_omni_core.store.remote import Remote
 
 _ROUNDING = 2**-8
 """Relative rounding of bfloat16; float16 is finer, and float32 far finer than any clip range."""
+_STORE_S = 10.0
+"""How long an object store may take to answer."""
 
 SPLITS: tuple[resolve.Split, ...] = ("train", "validation")
 
@@ -67,10 +71,24 @@ def check(config: RunConfig, *, splits: tuple[resolve.Split, ...] = SPLITS) -> C
 
 
 def _store(found: CheckedRun) -> None:
+    if places.is_remote(found.config.run.store):
+        try:
+            Remote.parse(found.config.run.store).impatient(_STORE_S).check()
+        except StoreError as error:
+            raise ConfigError(f"run.store: {error}") from error
+        return
     store = Path(found.config.run.store).absolute()
     there = next(path for path in (store, *store.parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"run.store is {str(store)!r}, but {there} is a file; give a folder or a new name")
+    own = store / (found.config.run.id or "")
+    for folder in (there, *(own / name for name in ("", "steps", "ledger", "epoch"))):
+        why = why_unwritable(folder) if folder.is_dir() else None
+        if why is not None:
+            raise ConfigError(
+                f"run.store is {str(store)!r}, but {folder} cannot be written ({why}); choose a run.store that this "
+                "user may write, or make that one writable"
+            )
 
 
 def _components(found: CheckedRun) -> None:
@@ -175,14 +193,14 @@ def _model(found: CheckedRun) -> None:
     sampler = found.config.sampler
     adapter = resolve.adapter(found.config)
     path = resolve.model_path(found.config)
-    index = json.loads((path / "model_index.json").read_text())
+    index = resolve.pipeline_index(path)
     if index.get("_class_name") != adapter.facts.pipeline_class:
         raise ConfigError(
             f"model.path {found.config.model.path!r} holds a {index.get('_class_name')}, but model.name "
             f"{found.config.model.name!r} is for {adapter.facts.pipeline_class}; choose another folder, or that "
             f"pipeline's model from {', '.join(registry.names('model'))}"
         )
-    parts = [name for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None]
+    parts = list(resolve.parts(index))
     absent = [str(path / name) for name in parts if not (path / name).is_dir()]
     if absent:
         raise ConfigError(
@@ -253,9 +271,14 @@ def _split(found: CheckedRun, split: resolve.Split) -> None:
 def _tokenizers(folder: Path) -> dict[str, Any]:
     import transformers
 
-    index = json.loads((folder / "model_index.json").read_text())
     loaded = {}
-    for name, entry in index.items():
-        if name.startswith("tokenizer") and isinstance(entry, list) and entry[1] is not None:
-            loaded[name] = getattr(transformers, entry[1]).from_pretrained(str(folder), subfolder=name)
+    for name, class_name in resolve.parts(resolve.pipeline_index(folder)).items():
+        if name.startswith("tokenizer"):
+            try:
+                loaded[name] = getattr(transformers, class_name).from_pretrained(str(folder), subfolder=name)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"model.path: {str(folder / name)!r} holds no {class_name} that can be read ({error}); give the "
+                    "folder of a whole pipeline in diffusers format"
+                ) from error
     return loaded

@@ -4,10 +4,12 @@ Precedence: explicit argument, ``--set a.b=c``, environment (``VERL_OMNI_A__B``)
 is typed; a flow takes the resolved tree and reads no environment.
 """
 
+import itertools
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from types import NoneType
@@ -25,6 +27,8 @@ from verl_omni_core.settings.run import RunConfig
 
 PREFIX = "VERL_OMNI_"
 DEFAULT = "default"
+JOB_END = "SLURM_JOB_END_TIME"
+"""Variable in which Slurm tells a job when its time ends, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,13 @@ def load(
     Raises:
         ConfigError: an unknown name, a wrong type or a value out of range; lists all of them, with their origin.
     """
+    environ = os.environ if environ is None else environ
     layers = [
         _explicit_layer(explicit or {}),
         _overrides_layer(overrides),
-        _environment_layer(os.environ if environ is None else environ),
+        _environment_layer(environ),
         _profile_layer(profile),
+        _scheduler_layer(environ),
     ]
     config = _merge(layers)
     return Resolved(config, _origins(config, layers), None if profile is None else str(profile))
@@ -86,6 +92,11 @@ def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     if not overrides:
         return config
     return _merge([_overrides_layer(overrides), Layer(config.model_dump(), {})])
+
+
+def override_names(overrides: Sequence[str]) -> list[str]:
+    """Return the dotted names that ``a.b=c`` texts set."""
+    return [text.partition("=")[0].strip() for text in overrides]
 
 
 def profile_names() -> list[str]:
@@ -106,7 +117,7 @@ def read_profile(profile: str | Path) -> dict[str, Any]:
                 f"profile {str(profile)!r} does not exist; give an existing TOML file or a shipped profile: "
                 f"{', '.join(profile_names())}"
             )
-        text = path.read_text(encoding="utf-8")
+        text = _text_of(path)
     elif str(profile) in profile_names():
         text = (_shipped() / f"{profile}.toml").read_text(encoding="utf-8")
     else:
@@ -115,6 +126,15 @@ def read_profile(profile: str | Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"profile {str(profile)!r} is no valid TOML: {error}; correct that line") from None
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"profile {str(path)!r} is not UTF-8 text ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"profile {str(path)!r} cannot be read ({error.strerror}); make it readable") from error
 
 
 def parse_value(text: str, field: FieldInfo | None) -> Any:
@@ -170,6 +190,20 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
         _place(values, name, parse_value(environ[variable], tree.fields().get(name)), f"environment {variable}")
         origins[name] = f"environment {variable}"
     return Layer(values, origins)
+
+
+def _scheduler_layer(environ: Mapping[str, str]) -> Layer:
+    """Return what the machine's scheduler says of the job; whatever the user says counts for more."""
+    seconds = environ.get(JOB_END)
+    if not seconds:
+        return Layer({}, {})
+    try:
+        end_by = datetime.fromtimestamp(int(seconds), UTC)
+    except (ValueError, OverflowError, OSError):
+        raise ConfigError(
+            f"environment {JOB_END} is {seconds!r}, expected seconds since 1970; unset it, or set run.end_by"
+        ) from None
+    return Layer({"run": {"end_by": end_by}}, {"run.end_by": f"environment {JOB_END}"})
 
 
 def _profile_layer(profile: str | Path | None) -> Layer:
@@ -241,11 +275,13 @@ def _explain(error: ValidationError, layers: list[Layer]) -> str:
     lines = []
     for problem in error.errors():
         message = problem["msg"].removeprefix("Value error, ")
-        if not problem["loc"]:
+        field = _field_at(problem["loc"])
+        if field is None and problem["type"] == "value_error":  # what a group says of its settings together
             lines.append(message)
             continue
-        name = ".".join(str(part) for part in problem["loc"])
-        field = _field_at(problem["loc"])
+        # a union's members have names of pydantic's own, which no setting has
+        own = itertools.takewhile(lambda part: isinstance(part, int) or part.isidentifier(), problem["loc"])
+        name = ".".join(map(str, own))
         setting = next((known for known in tree.fields() if name == known or name.startswith(known + ".")), name)
         origin = next((_origin(setting, layer) for layer in layers if _has(layer.values, setting)), DEFAULT)
         if problem["type"] == "missing":

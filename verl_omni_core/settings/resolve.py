@@ -1,7 +1,7 @@
 """From settings to the things they name: validated options of components, and paths of what a run reads."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from verl_omni_core import registry
 from verl_omni_core.errors import ConfigError, DataError
+from verl_omni_core.given_files import json_object
 from verl_omni_core.settings.algorithm import AlgorithmSettings
 from verl_omni_core.settings.reward import ScorerSettings
 from verl_omni_core.settings.run import RunConfig
@@ -111,6 +112,22 @@ def model_path(config: RunConfig) -> Path:
     return folder
 
 
+def pipeline_index(folder: Path) -> dict[str, Any]:
+    """Return ``model_index.json`` of a pipeline folder.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with _naming("model.path"):
+        return json_object(folder / "model_index.json")
+
+
+def parts(index: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parts that a pipeline's index names, each with its class; parts that it says to lack are left out."""
+    named = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+    return {name: str(entry[1]) for name, entry in named.items() if entry[1] is not None}
+
+
 def data_path(config: RunConfig, split: Split) -> Path:
     """Return the file of prompts of a split.
 
@@ -120,8 +137,9 @@ def data_path(config: RunConfig, split: Split) -> Path:
     given = str(getattr(config.data, split))
     path = _packaged(f"prompts/{split}.parquet") if given == GLYPH else Path(given).expanduser()
     if not path.is_file():
+        seen = "is a folder" if path.is_dir() else "does not exist"
         raise DataError(
-            f"data.{split} is {given!r}, but {str(path)!r} does not exist; give a parquet, JSON or JSON lines file, or "
+            f"data.{split} is {given!r}, but {str(path)!r} {seen}; give a parquet, JSON or JSON lines file, or "
             f"'{GLYPH}' for the embedded prompts"
         )
     return path

@@ -23,8 +23,10 @@ class RewardSettings(Settings):
     streaming: bool = Field(True, description="Score samples while others are still being drawn.")
     timeout_s: float = Field(120, gt=0, description="Deadline of scoring one sample, seconds.")
     max_attempts: int = Field(2, ge=1, description="Attempts a sample and scorer.")
-    failure: Literal["mask", "fail"] = Field(
-        "mask", description="A sample without a score: leave it out of all statistics and the loss, or stop the run."
+    failure: Literal["mask", "drop", "fail"] = Field(
+        "mask",
+        description="A sample without a score: leave it out of all statistics and the loss, or its whole group, or "
+        "stop the run.",
     )
     max_invalid_fraction: float = Field(
         0.2, ge=0, le=1, description="Share of samples without a score above which a step fails."

@@ -1,6 +1,6 @@
 """Which engine generates, on how many replicas, in what batches."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -30,4 +30,13 @@ class RolloutSettings(Settings):
     request_timeout_s: float = Field(300, gt=0, description="Deadline of one generation request, seconds.")
     start_timeout_s: float = Field(300, gt=0, description="Deadline of an engine's start, seconds.")
     max_attempts: int = Field(3, ge=1, description="Attempts at a sample, and at a pack that lacks samples.")
+    failure: Literal["fail", "drop", "zero_weight", "refill"] = Field(
+        "fail",
+        description="A group that lacks samples after all attempts: stop the run, leave the group out, train on its "
+        "other samples alone, or draw the missing ones with other seeds.",
+    )
+    refill_rounds: int = Field(3, ge=1, description="Other seeds that are tried for a sample before the run stops.")
+    max_failed_fraction: float = Field(
+        0.2, ge=0, le=1, description="Share of a step's samples that may be missing with 'drop' or 'zero_weight'."
+    )
     options: dict[str, Any] = Field({}, description="Further options of the engine, passed to it as they are.")

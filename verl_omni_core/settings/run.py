@@ -1,6 +1,8 @@
 """The whole tree: what one run is."""
 
-from pydantic import Field, model_validator
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, Field, model_validator
 
 from verl_omni_core.settings.algorithm import AlgorithmSettings
 from verl_omni_core.settings.base import Settings
@@ -19,9 +21,9 @@ class RunSettings(Settings):
     id: str | None = Field(
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Name of the run; none derives one from time."
     )
-    store: str = Field("runs", description="Folder that holds all runs.")
+    store: str = Field("runs", description="Folder that holds all runs, or `s3://bucket/prefix`.")
     steps: int = Field(30, ge=0, description="Training steps.")
-    seed: int = Field(42, ge=0, description="Root of every derived seed.")
+    seed: int = Field(42, ge=0, lt=2**63, description="Root of every derived seed.")
     deterministic: bool = Field(
         False, description="Bit-equal repeats: fixed batch shapes, hashed routing, deterministic kernels."
     )
@@ -29,6 +31,17 @@ class RunSettings(Settings):
     validate_before: bool = Field(True, description="Validate before the first step.")
     checkpoint_every: int = Field(10, ge=0, description="Steps between checkpoints; 0: only at the end.")
     images_every: int = Field(5, ge=0, description="Steps between image grids of fixed prompts; 0: never.")
+    resume: Literal["auto", "disable"] | Annotated[int, Field(strict=True, ge=0)] = Field(
+        "auto",
+        description="What a run that exists does: go on where it stopped; be refused; or go back to this step, and "
+        "what came after it is set aside.",
+    )
+    end_by: AwareDatetime | None = Field(
+        None, description="When the machine's time ends: before that the run saves and stops; none: it does not."
+    )
+    end_margin_s: float = Field(
+        60, ge=0, description="Time that is left over at run.end_by, beyond the longest step and a snapshot, seconds."
+    )
 
 
 class WeightsSettings(Settings):
@@ -43,10 +56,33 @@ class WeightsSettings(Settings):
 
 
 class DurabilitySettings(Settings):
-    """What the run leaves on disk."""
+    """What the run leaves on disk, and how often it starts again."""
 
+    level: Literal["auto", "none", "ledger", "snapshot"] = Field(
+        "auto",
+        description="When the trainer's whole state is committed: after every step (snapshot), every snapshot_every "
+        "steps (ledger), only as run.checkpoint_every says (none); auto: snapshot for LoRA, else ledger.",
+    )
+    snapshot_every: int = Field(10, ge=1, description="Steps between snapshots at level ledger.")
+    checkpoint_contents: Literal["all", "weights"] = Field(
+        "all",
+        description="What checkpoints of run.checkpoint_every keep: all that training goes on from, or the weights.",
+    )
+    snapshot_timeout_s: float = Field(1800, gt=0, description="Deadline of writing a snapshot, seconds.")
     min_free_gb: float = Field(1.0, ge=0, description="Free space below which no stage starts, GB.")
+    no_progress_budget: int = Field(
+        3, ge=1, description="Starts in a row that may break off without a new stage or shard before one is refused."
+    )
     retention: RetentionSettings = Field(RetentionSettings(), description="How much of old steps stays on the disk.")
+
+    @model_validator(mode="after")
+    def _something_to_resume_from(self) -> "DurabilitySettings":
+        if self.level == "none" and self.checkpoint_contents == "weights":
+            raise ValueError(
+                "durability.level is none and durability.checkpoint_contents is weights, which leaves nothing to "
+                "resume from; use level ledger, or contents all"
+            )
+        return self
 
 
 class TrackingSettings(Settings):

@@ -12,7 +12,7 @@ class ValidationSettings(Settings):
 
     num_inference_steps: int = Field(10, ge=1, description="Denoising steps in validation.")
     samples_per_prompt: int = Field(4, ge=1, description="Samples a held-out prompt, each with its own fixed seed.")
-    seed: int = Field(42, ge=0, description="Root of the samples' own seeds, the same at every validation.")
+    seed: int = Field(42, ge=0, lt=2**63, description="Root of the samples' own seeds, the same at every validation.")
     guidance_scale: float | None = Field(None, ge=0, description="Guidance in validation; none takes the rollout's.")
 
 

@@ -4,9 +4,10 @@ import difflib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
+from pydantic import AwareDatetime
 from pydantic.fields import FieldInfo
 
 from verl_omni_core.settings import names
@@ -106,6 +107,12 @@ def _leaves(group: type[Settings], prefix: str) -> Iterator[tuple[str, FieldInfo
 
 def _kind(member: Any) -> str:
     origin = get_origin(member)
+    if member is AwareDatetime:
+        return "a date and time with its offset from UTC"
+    if origin is Annotated:
+        inner, *constraints = get_args(member)
+        bounds = [c for constraint in constraints for c in getattr(constraint, "metadata", ())]
+        return " of ".join([_kind(inner), *(t.format(b) for b in bounds for k, t in _BOUNDS if isinstance(b, k))])
     if origin is Literal:
         return ("one of " if len(get_args(member)) > 1 else "only ") + ", ".join(map(repr, get_args(member)))
     if origin is tuple:

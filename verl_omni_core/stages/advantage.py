@@ -9,6 +9,7 @@ from verl_omni_core.batches import columns
 from verl_omni_core.batches.tables import build_table
 from verl_omni_core.metrics.rl import advantage_metrics, reward_metrics
 from verl_omni_core.settings.resolve import algorithm_options
+from verl_omni_core.stages.incomplete_groups import dropped
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.metric_table import metric_table
 from verl_omni_core.stages.observe import stage
@@ -41,7 +42,8 @@ def advantage(run: RunRef, step: int, rewards: ArtifactRef) -> ArtifactRef:
     summary = session.store.table(rewards, "reward_summary")
     scores, groups, valid = rewards_of(summary)
     if session.config.reward.shuffle:
-        scores, valid = _shuffled(scores, valid, session.config.run.seed + step)
+        counted = ~torch.tensor(dropped(summary))  # a group that is left out stays so
+        scores[counted], valid[counted] = _shuffled(scores[counted], valid[counted], session.config.run.seed + step)
     values = session.algorithm.advantages(scores, groups, valid, options)
     mean, std = _group_statistics(scores, groups, valid)
     table = build_table(

@@ -1,28 +1,70 @@
-"""Write the trainer's whole state, and only call it a checkpoint once it reads back."""
+"""Commit the trainer's whole state: copied at once, written beside the next step, committed before the next update."""
+
+import logging
 
 from verl_omni_core.errors import ContractError
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
-from verl_omni_core.stages.session import RunRef, session_of
+from verl_omni_core.stages.schedule import snapshot_due
+from verl_omni_core.stages.session import RunRef, Session, session_of
 from verl_omni_core.stages.update import STAGE as UPDATE
 from verl_omni_core.store.manifest import ArtifactRef
 
 STAGE = "checkpoint"
 
+logger = logging.getLogger(__name__)
+
 
 @stage(STAGE)
-def checkpoint(run: RunRef, step: int) -> ArtifactRef:
-    """Commit the policy, its average, optimizer, schedule and random states after ``step``."""
+def checkpoint(run: RunRef, step: int) -> ArtifactRef | None:
+    """Commit the policy, its average, optimizer, schedule and random states after ``step``, where that is due.
+
+    What was begun after the update is waited for; what nobody began is begun here. A trainer that has learned from
+    a later step, as one that outlived its flow may have, cannot go back: then there is none of this step.
+
+    Raises:
+        StoreError: the state could not be written, or reads back differently.
+    """
     session = session_of(run)
+    return commit_state(session, step) if snapshot_due(session.config, step) else None
+
+
+def begin_state(session: Session, step: int) -> None:
+    """Let the trainer copy its state after ``step`` and begin to write it; does nothing if that was done."""
+    if session.snapshot is not None and session.snapshot.step == step:
+        return
+    update, key = _origin(session, step)
+    if session.store.committed(step, STAGE, key) is not None:
+        return
+    held = session.actors.trainer.version()
+    if held != step:
+        logger.warning("step %d has no checkpoint: the trainer holds version %d already", step, held)
+        return
+    attempt = session.store.attempt(step, STAGE, key, parents=[update], weights_version=step)
+    session.actors.trainer.begin_snapshot(str(attempt.folder))
+    session.snapshot = attempt
+
+
+def commit_state(session: Session, step: int) -> ArtifactRef | None:
+    """Commit the trainer's whole state after ``step``, whether it is due or not; see :func:`checkpoint`."""
+    begin_state(session, step)
+    attempt = session.snapshot
+    if attempt is None or attempt.step != step:
+        return session.store.find(step, STAGE)
+    written = session.actors.trainer.finish_snapshot(str(attempt.folder))
+    session.snapshot = None
+    return attempt.commit(
+        written.files,
+        rows=len(written.files),
+        parents=[_origin(session, step)[0]],
+        producer=session.producer(weights_version=step, seconds=written.seconds),
+    )
+
+
+def _origin(session: Session, step: int) -> tuple[ArtifactRef, str]:
+    """Return the update that made the state of ``step``, and the key of its checkpoint."""
     update = session.store.find(step, UPDATE)
     if update is None:
         raise ContractError(f"step {step} has no committed update; a checkpoint follows one")
     training = session.config.training.model_dump(mode="json", exclude={"step_timeout_s"})
-    key = stage_key(STAGE, step, [update], training=training)
-    done = session.store.committed(step, STAGE, key)
-    if done is not None:
-        return done
-    attempt = session.store.attempt(step, STAGE, key, parents=[update], weights_version=step)
-    names = session.actors.trainer.save_checkpoint(str(attempt.folder))
-    files = [attempt.add_file(name) for name in names]
-    return attempt.commit(files, rows=len(files), parents=[update], producer=session.producer(weights_version=step))
+    return update, stage_key(STAGE, step, [update], training=training)

@@ -8,8 +8,10 @@ from typing import Any
 
 from verl_omni_core.errors import FencedError, StoreError
 from verl_omni_core.settings.run import ClusterSettings
-from verl_omni_core.stages.session import RunRef, let_go
+from verl_omni_core.stages.progress_budget import FAILED, STOPPED, record_ending
+from verl_omni_core.stages.session import RunRef, known_session, let_go
 from verl_omni_core.stages.trained import config_of
+from verl_omni_core.store import places
 from verl_omni_core.store.lease import check_epoch, describe_holder, is_owned
 from verl_omni_core.store.runs import open_run, steps_done
 from verl_omni_core.workers.namespaces import end_actors
@@ -29,7 +31,7 @@ def let_go_on_failure(run: RunRef) -> Iterator[None]:
         logger.warning(
             "run %s broke off; started again, it goes on from here. Actors that it started live on: to end them, "
             "verl-omni teardown %s --store %s",
-            *(root.name, root.name, root.parent),
+            *(root.name, root.name, places.store_of(root.parent)),
         )
         raise
 
@@ -50,7 +52,8 @@ def _say_status(run: RunRef, error: BaseException) -> None:
     root = Path(run.root)
     check_epoch(root, run.epoch)  # a newer owner says itself how the run is
     # whoever interrupts or cancels raises what is no Exception
-    status = "failed" if isinstance(error, Exception) else "stopped"
+    status = FAILED if isinstance(error, Exception) else STOPPED
+    record_ending(root, run.epoch, status, error=error, session=known_session(run))
     open_run(root.parent, root.name).write_progress(status=status, step=steps_done(root))
 
 
@@ -70,7 +73,7 @@ def end_run(run_id: str, store: str | Path) -> int:
         StoreError: there is no such run, and nothing lives of one. FencedError: a live process runs it; it would only
             start them anew.
     """
-    root = Path(store).absolute() / run_id
+    root = places.folder_of(store).absolute() / run_id
     try:
         run = open_run(store, run_id)
     except StoreError:

@@ -6,7 +6,6 @@ An evaluation is a run of its own. What it judges stands under the step of the w
 import json
 import math
 import os
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from verl_omni_core.stages.session import RunRef, Session, register, session_of
 from verl_omni_core.stages.subjects import Evaluation, Subject
 from verl_omni_core.stages.validate import SAMPLES, STAGE, draw_with, held_out, rewards_by_prompt, score_held_out
 from verl_omni_core.store import runs
+from verl_omni_core.store.durable_files import link_or_copy
 from verl_omni_core.store.lease import take_ownership
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.version import __version__
@@ -186,20 +186,13 @@ def _take_over(session: Session, subject: Subject, folder: Path) -> ArtifactRef:
     )
     names = [name for name in os.listdir(folder) if name in _FILES[update.kind]]
     for name in names:
-        _link_or_copy(folder / name, attempt.folder / name)
+        link_or_copy(folder / name, attempt.folder / name)
     producer = session.producer(
         weights_version=subject.step, kind=update.kind, checksum=seen, label=subject.label, source=str(folder)
     )
     return attempt.commit(
         [attempt.add_file(name) for name in sorted(names)], rows=len(update.tensors), parents=[], producer=producer
     )
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)  # another file system
 
 
 def _largest_reward(session: Session) -> float:

@@ -1,6 +1,7 @@
 """The end of a run: the report, the pictures, the summary. Everything is read from the store."""
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,28 @@ from verl_omni_core.report.summary import summary
 from verl_omni_core.settings import tree
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages import comparison
+from verl_omni_core.stages.keys import stage_key
+from verl_omni_core.stages.log import STAGE as LOG
 from verl_omni_core.stages.metric_table import metrics_of
+from verl_omni_core.stages.progress_budget import FINISHED, record_ending
 from verl_omni_core.stages.session import RunRef, Session, let_go, session_of
+from verl_omni_core.stages.validate import STAGE as VALIDATE
 from verl_omni_core.stages.validate import rewards_by_prompt
+from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.attempt import COMMIT, read_commit
 from verl_omni_core.store.lease import owners
 from verl_omni_core.store.manifest import ArtifactRef
 
-REPORT, PICTURE = "report.html", "images/before_after.png"
+STAGE = "finish"
+REPORT, PICTURE, SUMMARY = "report.html", "images/before_after.png", "summary.txt"
 REWARD = "critic/rewards/mean"
 
 
 def finish(run: RunRef) -> str:
-    """Write the report and the before/after picture, mark the run finished, and return its summary."""
+    """Write the report and the before/after picture, commit the summary and return it.
+
+    A run whose summary is committed is finished: see :func:`finished_summary`.
+    """
     session = session_of(run)
     root, folder = session.root, session.folder()
     folder.write_engines(session.actors.describe_engines())
@@ -41,10 +51,31 @@ def finish(run: RunRef) -> str:
         report=write_report(root / REPORT, content),
         picture=picture,
     )
-    (root / "summary.txt").write_text(text + "\n")
+    (root / SUMMARY).write_text(text + "\n")
+    _commit(session, text)
+    record_ending(root, run.epoch, FINISHED)
     folder.write_progress(status="finished", step=content.steps, reward=content.metrics.get(REWARD))
     close(session)
     return text
+
+
+def finished_summary(root: str | Path, steps: int) -> str | None:
+    """Return the summary of the run in ``root`` if it finished with ``steps`` steps. Changes nothing."""
+    store = RunStore(root)
+    ref = store.find(steps, STAGE)
+    return None if ref is None else store.path_of(ref, SUMMARY).read_text()
+
+
+def _commit(session: Session, text: str) -> None:
+    store, step = session.store, session.config.run.steps
+    key = stage_key(STAGE, step, [])
+    if store.committed(step, STAGE, key) is not None:
+        return
+    parents = [ref for name in (LOG, VALIDATE) if (ref := store.find(step, name)) is not None]
+    attempt = store.attempt(step, STAGE, key, parents=parents)
+    attempt.commit(
+        [attempt.write_file(SUMMARY, text.encode())], rows=step, parents=parents, producer=session.producer()
+    )
 
 
 def report_of(session: Session, pairs: list[PicturePair], seconds: float) -> Report:

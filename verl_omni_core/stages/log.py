@@ -9,6 +9,7 @@ from verl_omni_core.batches import columns
 from verl_omni_core.batches.tables import read_tensor
 from verl_omni_core.metrics.rl import off_policy_metrics, rollout_correction_metrics, scorer_metrics
 from verl_omni_core.metrics.timing import throughput_metrics, timing_metrics
+from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.metric_table import metric_table, metrics_of
 from verl_omni_core.stages.observe import observer
@@ -28,10 +29,11 @@ _TIMED_AS = {
     "update": "update_actor",
     "sync": "update_weights",
     "checkpoint": "save_checkpoint",
+    "begin_checkpoint": "copy_checkpoint",
     "validate": "testing",
 }
 """The field's names of stages in ``timing_s/*``, where they differ from ours."""
-_BESIDE_THE_STEP = ("validate", "preview", "checkpoint")
+_BESIDE_THE_STEP = ("validate", "preview", "begin_checkpoint", "checkpoint")
 """What happens between a step's plan and its log without being part of it."""
 
 
@@ -88,6 +90,10 @@ def _collect(session: Session, step: int, sources: dict[str, ArtifactRef]) -> di
 def _times(session: Session, step: int, samples: int) -> dict[str, float]:
     """Return the step's times so far; of a step that an earlier owner began only those that this one can know."""
     spans = {name: s for name, s in session.spans.get(step, {}).items() if _is_own(session, step, name)}
+    # a checkpoint is waited for in the step after its own
+    earlier = session.spans.get(step - 1, {}).get(CHECKPOINT)
+    if earlier is not None and _is_own(session, step - 1, CHECKPOINT):
+        spans[CHECKPOINT] = earlier
     named = {_TIMED_AS.get(name, name): seconds for name, seconds in spans.items()}
     begun = session.begins.get(step, {}).get(FIRST_STAGE)
     if begun is None or not _is_own(session, step, FIRST_STAGE):

@@ -9,7 +9,9 @@ from verl_omni_core.batches.tables import read_tensor
 from verl_omni_core.errors import NumericError, ScorerError
 from verl_omni_core.rewards._contract import Score, ScoringItem
 from verl_omni_core.rewards._tables import score_table, scores_of, summary_table
+from verl_omni_core.stages import incomplete_groups
 from verl_omni_core.stages.keys import stage_key
+from verl_omni_core.stages.metric_table import metric_table
 from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.session import RunRef, Session, session_of
 from verl_omni_core.store.manifest import ArtifactRef
@@ -19,14 +21,18 @@ STAGE = "reward"
 
 @stage(STAGE)
 def reward(run: RunRef, step: int, planned: ArtifactRef, samples: ArtifactRef) -> ArtifactRef:
-    """Commit the ``rewards`` table, a row a sample and scorer, and the ``reward_summary``, a row a sample.
+    """Commit the ``rewards`` table, a row a sample and scorer, the ``reward_summary``, a row a sample, and metrics.
+
+    Samples that could not be drawn have no row. The summary says of the others which count, and why not: by
+    ``rollout.failure``, as it was when they were drawn, and by ``reward.failure``.
 
     Args:
         planned: the plan's artifact: prompts and ground truths.
         samples: the rollout's artifact.
 
     Raises:
-        ScorerError: a score is missing and ``reward.failure`` is ``fail``. NumericError: too many are missing.
+        ScorerError: a score is missing and ``reward.failure`` is ``fail``. NumericError: too many are missing, or no
+            sample is left.
     """
     session = session_of(run)
     key = stage_key(
@@ -41,7 +47,12 @@ def reward(run: RunRef, step: int, planned: ArtifactRef, samples: ArtifactRef) -
         return done
     attempt = session.store.attempt(step, STAGE, key, parents=[planned, samples])
     rewards, summary = score_samples(session, samples, session.store.table(planned, "prompts"))
-    files = [attempt.write_table("rewards", 0, rewards), attempt.write_table("reward_summary", 0, summary)]
+    summary, metrics = _without_incomplete_groups(session, samples, summary)
+    files = [
+        attempt.write_table("rewards", 0, rewards),
+        attempt.write_table("reward_summary", 0, summary),
+        attempt.write_table("metrics", 0, metric_table(step, metrics)),
+    ]
     return attempt.commit(files, rows=len(summary), parents=[planned, samples], producer=session.producer())
 
 
@@ -76,6 +87,25 @@ def score_samples(session: Session, samples: ArtifactRef, prompts: pa.Table) -> 
         session.actors.scorer_versions(),
     )
     return table, summary_table(media, ordered, settings)
+
+
+def _without_incomplete_groups(
+    session: Session, samples: ArtifactRef, summary: pa.Table
+) -> tuple[pa.Table, dict[str, float]]:
+    manifest = session.store.manifest(samples)
+    has_failed = any(file.table == "trajectories_failed" for file in manifest.files)
+    failed = session.store.table(samples, "trajectories_failed") if has_failed else None
+    lost = incomplete_groups.lost_by_group(failed, summary[columns.SAMPLE_INDEX].to_pylist())
+    left_out = incomplete_groups.reasons(
+        summary[columns.UID].to_pylist(),
+        summary[columns.VALID].to_pylist(),
+        lost,
+        rollout=manifest.producer.get(incomplete_groups.POLICY),
+        reward=session.config.reward.failure,
+        least=2 if getattr(session.algorithm, "COMPARES_GROUP", True) else 1,
+    )
+    summary = incomplete_groups.with_status(summary, left_out)
+    return summary, incomplete_groups.failure_metrics(summary, lost)
 
 
 def _lacks(session: Session, scores: dict[str, Score] | None) -> bool:

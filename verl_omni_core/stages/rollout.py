@@ -3,6 +3,7 @@
 from verl_omni_core.agent_loop.metrics import agent_loop_metrics
 from verl_omni_core.errors import ContractError
 from verl_omni_core.stages.drawing import draw
+from verl_omni_core.stages.incomplete_groups import POLICY
 from verl_omni_core.stages.keys import generation_inputs, stage_key
 from verl_omni_core.stages.metric_table import metric_table
 from verl_omni_core.stages.observe import stage
@@ -17,6 +18,8 @@ STAGE = "rollout"
 @stage(STAGE)
 def rollout(run: RunRef, step: int, planned: ArtifactRef) -> ArtifactRef:
     """Commit the ``trajectories``, ``embeddings``, ``media`` and, if scored as they came, ``scores`` of a step.
+
+    Samples that could not be drawn, and those that were drawn in place of others, are in ``trajectories_failed``.
 
     Args:
         planned: the plan's artifact.
@@ -38,9 +41,14 @@ def rollout(run: RunRef, step: int, planned: ArtifactRef) -> ArtifactRef:
     attempt = session.store.attempt(step, STAGE, key, parents=parents, weights_version=version)
     prompts = session.store.table(planned, "prompts")
     requests = session.store.table(planned, "requests")
-    files, timings = draw(session, attempt, prompts, requests, version=version, validate=False)
-    files.append(attempt.write_table("metrics", 0, metric_table(step, agent_loop_metrics(timings))))
+    drawn = draw(session, attempt, prompts, requests, version=version, validate=False)
+    metrics = agent_loop_metrics(drawn.timings) | {
+        "training/rollout_failure/refilled_prompts": len(drawn.refilled),
+        "training/rollout_failure/refill_rounds": drawn.refill_rounds,
+    }
+    files = [*drawn.files, attempt.write_table("metrics", 0, metric_table(step, metrics))]
     engines = session.actors.describe_engines()
     session.folder().write_engines(engines)
-    producer = session.producer(weights_version=version, engines=engines)
-    return attempt.commit(files, rows=len(requests), parents=parents, producer=producer)
+    facts = {POLICY: session.config.rollout.failure} if drawn.failed else {}
+    producer = session.producer(weights_version=version, engines=engines, **facts)
+    return attempt.commit(files, rows=len(requests), parents=parents, producer=producer, failed=drawn.failed)

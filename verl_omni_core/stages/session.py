@@ -15,6 +15,7 @@ from verl_omni_core import registry
 from verl_omni_core.identity import digest
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.attempt import Attempt
 from verl_omni_core.store.index import open_ledger
 from verl_omni_core.store.lease import Ownership
 from verl_omni_core.store.ledger import Ledger
@@ -73,6 +74,8 @@ class Session:
     """When each of them began, by ``time.perf_counter``."""
     settled: dict[str, int] = field(default_factory=dict)
     """Kind of files to the last step of which this process has deleted what retention lets go."""
+    snapshot: Attempt | None = None
+    """Into which the trainer writes its state beside what it does next, until that is committed."""
 
     def producer(self, **facts: Any) -> dict[str, Any]:
         """Return who makes an artifact, for its manifest."""
@@ -144,10 +147,16 @@ def let_go(root: str) -> None:
             session.ownership.release()
 
 
+def known_session(ref: RunRef) -> Session | None:
+    """Return this process's session of a run, if it has one."""
+    session = _sessions.get(ref.root)
+    return session if session is not None and session.ref.epoch == ref.epoch else None
+
+
 def session_of(ref: RunRef) -> Session:
     """Return this process's session of a run, attaching to its actors if need be."""
-    session = _sessions.get(ref.root)
-    if session is None or session.ref.epoch != ref.epoch:
+    session = known_session(ref)
+    if session is None:
         from verl_omni_core.stages.opening import attach
 
         session = register(attach(ref))

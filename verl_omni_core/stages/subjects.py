@@ -1,14 +1,16 @@
 """What an evaluation judges: weights of a run, an exported adapter, or a base model."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from verl_omni_core.errors import ConfigError, StoreError
+from verl_omni_core.given_files import json_object
 from verl_omni_core.settings.check import check
-from verl_omni_core.settings.loader import apply_overrides, load, profile_names
+from verl_omni_core.settings.loader import apply_overrides, load, override_names, profile_names
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.export import RECORD
 from verl_omni_core.stages.trained import Network, TrainedWeights, config_of, find_weights
@@ -34,6 +36,10 @@ class Evaluation:
     title: str
     config: RunConfig
     subjects: tuple[Subject, ...]
+
+
+_OWN = ("run.id", "run.store", "run.steps", "cluster.keep_actors")
+"""Settings that an evaluation sets itself."""
 
 
 class Target(NamedTuple):
@@ -72,7 +78,8 @@ def plan_evaluation(
     Raises:
         ConfigError, DataError: no such target or weights, or settings that cannot work.
     """
-    found = _target(target, Path(store), overrides, environ, config)
+    _refuse_own_settings(overrides)
+    found = _target(target, store, overrides, environ, config)
     if found.run_id is None and (step is not None or network is not None):
         raise ConfigError(f"{target!r} is a profile, which has no steps; leave --step and --network, or name a run")
     changes: dict[str, Any] = {} if prompts is None else {"data.validation": str(prompts)}
@@ -89,14 +96,25 @@ def plan_evaluation(
     else:
         subjects, title = (Subject(f"base {found.config.model.path}", 0, None),), target
     own_id = run_id or runs.new_run_id(store, f"evaluate-{Path(target).stem if target.endswith('.toml') else target}")
-    changes |= {"run.id": own_id, "run.store": str(store), "run.steps": 0, "cluster.keep_actors": False}
+    changes |= dict(zip(_OWN, (own_id, str(store), 0, False), strict=True))
     settings = _changed(found.config, changes)
     check(settings, splits=("validation",))
     return Evaluation(title, settings, subjects)
 
 
+def _refuse_own_settings(overrides: Sequence[str]) -> None:
+    taken = [name for name in override_names(overrides) if name in _OWN]
+    if taken:
+        hint = "name the store with --store" if taken[0] == "run.store" else "leave it out"
+        raise ConfigError(f"--set {taken[0]}: an evaluation is a run of its own and sets {taken[0]} itself; {hint}")
+
+
 def _target(
-    target: str, store: Path, overrides: Sequence[str], environ: Mapping[str, str] | None, config: RunConfig | None
+    target: str,
+    store: str | Path,
+    overrides: Sequence[str],
+    environ: Mapping[str, str] | None,
+    config: RunConfig | None,
 ) -> Target:
     names = [run.run_id for run in runs.list_runs(store)]
     if target in names:
@@ -125,7 +143,10 @@ def _of_adapter(folder: Path, base: bool) -> tuple[tuple[Subject, ...], dict[str
     except StoreError as error:
         raise ConfigError(f"--adapter: {error}") from error
     record = folder / RECORD
-    step = max(json.loads(record.read_text())["step"], 1) if record.is_file() else 1
+    step = json_object(record).get("step") if record.is_file() else 1
+    if not isinstance(step, int):
+        raise ConfigError(f"--adapter: {str(record)!r} does not say its step; give the folder that an export wrote")
+    step = max(step, 1)
     subject = Subject(f"adapter {folder}", step, str(folder))
     subjects = (Subject("base", 0, None), subject) if base else (subject,)
     config = update.peft_config or {}
@@ -141,4 +162,8 @@ def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
         for group in groups:
             here = here[group]
         here[last] = value
-    return RunConfig.model_validate(values)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}") from None

@@ -6,10 +6,13 @@ from verl_omni_core.errors import ContractError
 from verl_omni_core.identity import sample_seed
 from verl_omni_core.rollout._contract import LoadedWeights, SampleRequest
 from verl_omni_core.settings.resolve import adapter
+from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.stages.keys import stage_key
 from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.session import RunRef, Session, session_of
 from verl_omni_core.stages.update import STAGE as UPDATE
+from verl_omni_core.store.lineage import base_step
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.workers.commands import ProbeCommand
 
@@ -83,16 +86,10 @@ def weights_artifact(session: Session, step: int, network: str) -> ArtifactRef:
         network: ``policy``, or ``average`` for its moving average.
     """
     name = STAGE if network == POLICY else f"{STAGE}-{network}"
-    update = session.store.find(step, UPDATE)
-    parents = [] if update is None else [update]
-    key = stage_key(
-        name,
-        step,
-        parents,
-        model=session.config.model.model_dump(mode="json"),
-        training=session.config.training.model_dump(mode="json", exclude={"step_timeout_s"}),
-        network=network,
-    )
+    is_base = step > 0 and step == base_step(session.root)
+    made_by = session.store.find(step, CHECKPOINT if is_base else UPDATE)
+    parents = [] if made_by is None else [made_by]
+    key = weights_key(session.config, network, step, parents)
     done = session.store.committed(step, name, key)
     if done is not None:
         return done
@@ -111,6 +108,22 @@ def weights_artifact(session: Session, step: int, network: str) -> ArtifactRef:
         bound_modules=modules_of(written.kind, written.tensor_count),
     )
     return attempt.commit(files, rows=written.tensor_count, parents=parents, producer=producer)
+
+
+def weights_key(config: RunConfig, network: str, step: int, parents: list[ArtifactRef]) -> str:
+    """Return the key of the weights of ``step``.
+
+    Args:
+        parents: the step's update; where a fork begins, the snapshot that it took over; none before the first step.
+    """
+    return stage_key(
+        STAGE if network == POLICY else f"{STAGE}-{network}",
+        step,
+        parents,
+        model=config.model.model_dump(mode="json"),
+        training=config.training.model_dump(mode="json", exclude={"step_timeout_s"}),
+        network=network,
+    )
 
 
 def modules_of(kind: str, tensor_count: int) -> int:

@@ -111,14 +111,14 @@ def _known(store: RunStore, config: RunConfig) -> str:
         found = {step: store.find(step, stage) for step in store.steps()}
         steps = [step for step, ref in found.items() if ref is not None and not is_collected(Path(store.root), ref)]
         if steps:
-            parts.append(f"{network}: step {_spans(steps)}")
+            parts.append(f"{network}: step {spans(steps)}")
     if not parts:
         return "no step of it has any yet; let it finish its first one"
     average = "" if config.training.ema_decay is not None else " (training.ema_decay is none, so it keeps no average)"
     return f"it has {'; '.join(parts)}{average}"
 
 
-def _spans(steps: list[int]) -> str:
+def spans(steps: list[int]) -> str:
     """Return sorted numbers for people: ``0, 5-8``."""
     spans: list[list[int]] = []
     for step in steps:

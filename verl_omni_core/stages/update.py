@@ -9,6 +9,7 @@ from verl_omni_core.stages.metric_table import metric_table
 from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.session import RunRef, Session, session_of
 from verl_omni_core.stages.trained import STAGES
+from verl_omni_core.store.ledger import standing
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.rejection import reject
 from verl_omni_core.workers.commands import UpdateCommand
@@ -85,9 +86,13 @@ def update(
 
 
 def _known_updates(session: Session, command: UpdateCommand) -> set[str]:
-    """Return the update ids in the ledger; a machine that died between the ledger and the commit left some there."""
-    records = session.ledger.records_since(command.step)
-    digests = {record["update_id"]: record["batch_digest"] for record in records}
+    """Return the update ids that stand in the ledger.
+
+    A machine that died between the ledger and the commit left some there; what the run went back before may come again.
+    """
+    digests = {
+        record["update_id"]: record["batch_digest"] for record in standing(session.ledger.records_since(command.step))
+    }
     for number in range(len(command.mini_batches)):
         update_id = command.update_id(number)
         if digests.get(update_id, command.batch_digest(number)) != command.batch_digest(number):

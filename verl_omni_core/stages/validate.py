@@ -89,7 +89,7 @@ def draw_with(
     attempt = session.store.attempt(step, name, key, parents=parents, weights_version=step)
     if weights is not None:
         load_into_replicas(session, weights)
-    files, _ = draw(session, attempt, prompts, requests, version=step, validate=True)
+    files = draw(session, attempt, prompts, requests, version=step, validate=True).files
     if afterwards is not None and afterwards != weights:
         load_into_replicas(session, afterwards)  # before the commit: a stage that is done is not entered again
     files.append(attempt.write_table("prompts", 0, prompts))

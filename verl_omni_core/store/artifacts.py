@@ -6,7 +6,6 @@ first use in this one.
 
 import json
 import re
-import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +19,10 @@ import pyarrow.compute as pc
 
 from verl_omni_core.batches.columns import SAMPLE_INDEX
 from verl_omni_core.errors import ContractError, StoreError
+from verl_omni_core.store import mirror
 from verl_omni_core.store.attempt import (
     DESCRIPTION,
     MANIFEST,
-    REJECTED,
     SHARDS,
     Attempt,
     is_trusted,
@@ -37,11 +36,12 @@ from verl_omni_core.store.collected import collected_files, refuse_collected
 from verl_omni_core.store.durable_files import check_free, safe_name
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef, FileRecord, Manifest, ShardRecord, sha256
+from verl_omni_core.store.places import REJECTED
 from verl_omni_core.store.runs import newest_settings
 
 _STAGE = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 _MAPPED = 4
-_OR_START_ANOTHER = "or export the weights of a step before it (verl-omni export) and start another run from them"
+_OR_START_ANOTHER = "or go on from a snapshot before it in a run of its own (verl-omni fork)"
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ class RunStore:
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder, in order; not all of them need a committed stage."""
-        folder = Path(self.root) / "steps"
-        return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+        return mirror.steps(Path(self.root))
 
     def stages(self, step: int) -> list[str]:
         """Return the stages of a step that have a folder, by name; not all of them need be committed."""
@@ -141,7 +140,7 @@ class RunStore:
         Raises:
             StoreError: it is missing, or its digest is not the reference's.
         """
-        return _manifest(self._attempt_folder(ref) / MANIFEST, ref.manifest_sha256)
+        return _manifest(Path(self.root), self._attempt_folder(ref) / MANIFEST, ref.manifest_sha256)
 
     def tables(self, ref: ArtifactRef, name: str) -> list[pa.Table]:
         """Return the table ``name`` as its shards, memory-mapped, in shard order.
@@ -157,7 +156,7 @@ class RunStore:
         folder = self._attempt_folder(ref)
         refuse_collected(folder, files)
         with ThreadPoolExecutor(_MAPPED) as pool:
-            return list(pool.map(lambda file: _open_table(folder, file), files))
+            return list(pool.map(lambda file: self._open_table(folder, file), files))
 
     def table(self, ref: ArtifactRef, name: str, columns: Sequence[str] | None = None) -> pa.Table:
         """Return the table ``name`` as one, in canonical order: by ``sample_index`` where it has that column.
@@ -191,17 +190,20 @@ class RunStore:
         return whole.unify_dictionaries().take(pc.sort_indices(index))
 
     def path_of(self, ref: ArtifactRef, file_name: str) -> Path:
-        """Return the path of a committed file, verified on first use.
+        """Return the path of a committed file, verified on first use; the artifact's other files lie beside it.
 
         Raises:
             StoreError: the artifact has no such file, or it is missing, cut or changed, or retention deleted it.
         """
+        folder = self._attempt_folder(ref)
         for file in self.manifest(ref).files:
             if file.name == file_name:
-                path = self._attempt_folder(ref) / safe_name(file.name)
-                refuse_collected(self._attempt_folder(ref), [file])
-                _verify(path, file)
-                return path
+                refuse_collected(folder, [file])
+                gone = collected_files(folder)
+                beside = [folder / safe_name(each.name) for each in self.manifest(ref).files if each.name not in gone]
+                mirror.pull_missing(Path(self.root), beside)
+                self._mapped(folder, file)
+                return folder / file.name
         known = [file.name for file in self.manifest(ref).files]
         raise StoreError(f"stage {ref.stage!r} of step {ref.step} has no file {file_name!r}; it has {known}")
 
@@ -217,7 +219,7 @@ class RunStore:
 
     def verify_file(self, ref: ArtifactRef, file: FileRecord) -> None:
         """Check one file of an artifact against its digest, also if this process has used it before."""
-        _verify(self._attempt_folder(ref) / safe_name(file.name), file, again=True)
+        self._mapped(self._attempt_folder(ref), file, again=True)
 
     def finished_shards(self, step: int, stage: str, key: str) -> dict[int, ShardRecord]:
         """Return the complete, undamaged shards that uncommitted attempts of the same key left, by shard number.
@@ -226,11 +228,12 @@ class RunStore:
         """
         found: dict[int, ShardRecord] = {}
         folder = self._stage_folder(step, stage) / "attempts"
+        mirror.pull_attempts(Path(self.root), folder)
         for attempt in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
             if _key_of(attempt) != key or (attempt / REJECTED).exists():
                 continue
             for path in sorted((attempt / SHARDS).glob("*.json")):
-                record = _shard_record(attempt, path)
+                record = self._shard_record(attempt, path)
                 if record is not None:
                     found.setdefault(record.shard, record)
         return found
@@ -241,22 +244,25 @@ class RunStore:
         Kept are the committed one of each stage, and those of an uncommitted stage that have finished shards.
 
         Args:
-            steps: those to look at; all by default.
+            steps: those to look at; all by default, but in an object store those where an owner may have broken off.
             finished: whether the steps lie far behind: then all but the committed attempts go.
         Raises:
             FencedError: a newer owner exists.
         """
-        check_epoch(Path(self.root), self.epoch)
-        swept = 0
+        root, swept = Path(self.root), 0
+        check_epoch(root, self.epoch)
+        for step in mirror.unfinished_steps(root) if steps is None else steps:
+            mirror.pull_attempts(root, root / "steps" / f"{step:06d}")
         for attempt in self.stale_attempts(steps, finished=finished):
-            shutil.rmtree(attempt, ignore_errors=True)
+            mirror.delete_below(root, attempt)
             swept += 1
         return swept
 
     def stale_attempts(self, steps: Iterable[int] | None = None, *, finished: bool = False) -> Iterator[Path]:
         """Yield the folders of the attempts that :meth:`sweep` deletes."""
+        root = Path(self.root)
         for step in self.steps() if steps is None else steps:
-            folder = Path(self.root) / "steps" / f"{step:06d}"
+            folder = root / "steps" / f"{step:06d}"
             for stage in sorted(folder.iterdir()) if folder.is_dir() else ():
                 winner = read_commit(stage)
                 for attempt in sorted((stage / "attempts").glob("[0-9]*-*")):
@@ -273,14 +279,36 @@ class RunStore:
             )
         return stage_folder(Path(self.root), step, stage)
 
+    def _open_table(self, folder: Path, file: FileRecord) -> pa.Table:
+        return pa.ipc.open_file(self._mapped(folder, file)).read_all()
+
+    def _mapped(self, folder: Path, file: FileRecord, *, again: bool = False) -> pa.MemoryMappedFile | None:
+        """Map a file once it is verified; where there are objects, one that is missing or damaged is copied anew."""
+        path = folder / safe_name(file.name)
+        try:
+            return _verified(path, file, again=again)
+        except StoreError:
+            if not mirror.pull(Path(self.root), path):
+                raise
+        return _verified(path, file, again=again)
+
+    def _shard_record(self, attempt: Path, path: Path) -> ShardRecord | None:
+        try:
+            record = ShardRecord.from_json(json.loads(path.read_bytes()))
+            for file in record.files:
+                self._mapped(attempt, file)
+        except (ValueError, StoreError):
+            return None  # not complete or not intact, so the shard is produced again
+        return record
+
     def _attempt_folder(self, ref: ArtifactRef) -> Path:
         return self._stage_folder(ref.step, ref.stage) / "attempts" / safe_name(ref.attempt)
 
 
 @lru_cache(maxsize=512)
-def _manifest(path: Path, digest: str) -> Manifest:
+def _manifest(root: Path, path: Path, digest: str) -> Manifest:
     try:
-        data = path.read_bytes()
+        data = mirror.read(root, path)
     except FileNotFoundError:
         raise StoreError(
             f"{path} is missing, though its stage is committed; restore it from a copy, {_OR_START_ANOTHER}"
@@ -302,20 +330,13 @@ def _origin(root: str) -> tuple[str, str]:
     return run.get("config_digest", ""), run.get("code_version", "")
 
 
-def _open_table(folder: Path, file: FileRecord) -> pa.Table:
-    path = folder / safe_name(file.name)
-    source = _map(path, file)
-    if not is_trusted(path, file.sha256):
-        _check_digest(path, file, source)
-    return pa.ipc.open_file(source).read_all()
-
-
-def _verify(path: Path, file: FileRecord, *, again: bool = False) -> None:
+def _verified(path: Path, file: FileRecord, *, again: bool) -> pa.MemoryMappedFile | None:
     if file.size_bytes == 0 and path.is_file() and path.stat().st_size == 0:
-        return  # an empty file cannot be mapped
+        return None  # an empty file cannot be mapped
     source = _map(path, file)
     if again or not is_trusted(path, file.sha256):
         _check_digest(path, file, source)
+    return source
 
 
 def _map(path: Path, file: FileRecord) -> pa.MemoryMappedFile:
@@ -350,13 +371,3 @@ def _key_of(attempt: Path) -> str | None:
         return json.loads((attempt / DESCRIPTION).read_bytes())["key"]
     except (OSError, ValueError, KeyError):
         return None  # a crash before the description was written: the attempt holds nothing of use
-
-
-def _shard_record(attempt: Path, path: Path) -> ShardRecord | None:
-    try:
-        record = ShardRecord.from_json(json.loads(path.read_bytes()))
-        for file in record.files:
-            _verify(attempt / safe_name(file.name), file)
-    except (ValueError, StoreError):
-        return None  # not complete or not intact, so the shard is produced again
-    return record

@@ -7,7 +7,6 @@ tries the first one wins, and a crash at any point leaves either a finished stag
 import hashlib
 import json
 import os
-import shutil
 import socket
 import threading
 import uuid
@@ -22,6 +21,7 @@ import pyarrow as pa
 
 from verl_omni_core.batches.schema import FileMetadata, schema_label, with_metadata
 from verl_omni_core.errors import ContractError, FencedError, StoreError
+from verl_omni_core.store import mirror
 from verl_omni_core.store.durable_files import (
     check_free,
     publish,
@@ -34,13 +34,11 @@ from verl_omni_core.store.durable_files import (
 )
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef, FileRecord, Manifest, ShardRecord, sha256
+from verl_omni_core.store.places import COMMIT
 
-COMMIT = "COMMIT"
 MANIFEST = "manifest.json"
 DESCRIPTION = "attempt.json"
 SHARDS = "shards"
-REJECTED = "rejected.json"
-"""In an attempt whose commit was taken back: why; see :mod:`verl_omni_core.store.rejection`."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Attempt:
         record = FileRecord(
             file_name, name, shard, table.num_rows, path.stat().st_size, digest, schema_label(table.schema)
         )
-        trust(path, digest)
+        self._keep(path, digest)
         return record
 
     def write_file(self, name: str, data: bytes) -> FileRecord:
@@ -128,7 +126,7 @@ class Attempt:
                 path.unlink(missing_ok=True)
                 raise
         digest = sha256(data)
-        trust(path, digest)
+        self._keep(path, digest)
         return FileRecord(name, "", 0, 0, len(data), digest, "")
 
     def add_file(self, name: str) -> FileRecord:
@@ -144,7 +142,7 @@ class Attempt:
             os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         sync_all([path.parent])
-        trust(path, digest)
+        self._keep(path, digest)
         return FileRecord(name, "", 0, 0, path.stat().st_size, digest, "")
 
     def finish_shard(
@@ -159,11 +157,14 @@ class Attempt:
         path = self.folder / SHARDS / f"{shard:05d}.json"
         with storage_errors(path):
             path.parent.mkdir(exist_ok=True)
+        data = json.dumps(record.to_json()).encode()
         try:
-            with staged(path, json.dumps(record.to_json()).encode()) as temporary:
+            if not mirror.create(Path(self.root), path, data):
+                raise FileExistsError(path)
+            with staged(path, data) as temporary:
                 publish(temporary, path, sync=False)
         except FileExistsError:
-            return ShardRecord.from_json(json.loads(path.read_bytes()))
+            return ShardRecord.from_json(json.loads(mirror.read(Path(self.root), path)))
         return record
 
     def adopt(self, record: ShardRecord) -> ShardRecord:
@@ -182,6 +183,7 @@ class Attempt:
                     f"shard {record.shard} of attempt {record.attempt} lost its file {file.name!r}; start the "
                     "run again, it produces the shard anew"
                 ) from None
+            mirror.push(Path(self.root), self.folder / file.name)
         return self.finish_shard(record.shard, record.files, record.payload)
 
     def commit(
@@ -240,7 +242,7 @@ class Attempt:
             sync_all([self.folder / MANIFEST, temporary, *folders])
             check_epoch(Path(self.root), self.epoch)
             try:
-                publish(temporary, self.stage_folder / COMMIT)
+                self._publish(temporary, marker)
             except FileExistsError:
                 return self._lose()
         trust(self.folder / MANIFEST, ref.manifest_sha256)
@@ -248,7 +250,22 @@ class Attempt:
 
     def discard(self) -> None:
         """Delete the attempt's files."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        mirror.delete_below(Path(self.root), self.folder)
+
+    def _keep(self, path: Path, digest: str) -> None:
+        trust(path, digest)
+        mirror.push(Path(self.root), path)
+
+    def _publish(self, temporary: Path, marker: bytes) -> None:
+        """Make ``COMMIT`` appear, among the objects first: they decide."""
+        path = self.stage_folder / COMMIT
+        try:
+            if not mirror.create(Path(self.root), path, marker):
+                raise FileExistsError(path)
+            publish(temporary, path)
+        except FileExistsError:
+            mirror.pull(Path(self.root), path)
+            raise
 
     def _write_manifest(self, manifest: Manifest) -> bytes:
         data, path = manifest.to_bytes(), self.folder / MANIFEST
@@ -257,7 +274,10 @@ class Attempt:
                 publish(temporary, path, sync=False)
         except FileExistsError:
             # this very commit was called before and its answer was lost: repeat what it said
-            return path.read_bytes()
+            data = path.read_bytes()
+        if not mirror.create(Path(self.root), path, data):
+            mirror.pull(Path(self.root), path)  # it was called on another machine
+            data = path.read_bytes()
         return data
 
     def _check_files(self, files: Sequence[FileRecord]) -> None:
@@ -294,6 +314,7 @@ def start_attempt(attempt: Attempt) -> Attempt:
         attempt.folder.mkdir(parents=True)
         description = {"key": attempt.key, "fence_epoch": attempt.epoch, "started": attempt.started}
         replace_whole(attempt.folder / DESCRIPTION, json.dumps(description).encode())
+    mirror.push(Path(attempt.root), attempt.folder / DESCRIPTION)
     return attempt
 
 
@@ -314,7 +335,7 @@ def read_commit(folder: Path) -> ArtifactRef | None:
         StoreError: the marker is damaged.
     """
     try:
-        data = (folder / COMMIT).read_bytes()
+        data = mirror.read_marker(folder.parents[2], folder / COMMIT)
     except FileNotFoundError:
         return None
     try:

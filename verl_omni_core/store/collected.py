@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni_core.errors import StoreError
+from verl_omni_core.store import mirror
 from verl_omni_core.store.attempt import attempt_folder
-from verl_omni_core.store.durable_files import create_whole, safe_name, sync_all
+from verl_omni_core.store.durable_files import safe_name, sync_all
 from verl_omni_core.store.manifest import ArtifactRef, FileRecord
 
 COLLECTED = "collected.json"
@@ -44,8 +45,6 @@ def refuse_collected(attempt: Path, files: Iterable[FileRecord]) -> None:
     Raises:
         StoreError: one of them is; names the setting.
     """
-    if not (attempt / COLLECTED).exists():
-        return
     gone = collected_files(attempt)
     for file in files:
         note = gone.get(file.name)
@@ -89,15 +88,24 @@ def collect(attempt: Path, files: Sequence[FileRecord], *, setting: str, value: 
             "fence_epoch": epoch,
             "collected": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        create_whole(_next_note(attempt), json.dumps(note, indent=1).encode())
+        mirror.create_copied(_run_of(attempt), _next_note(attempt), json.dumps(note, indent=1).encode())
     for file in present:
+        mirror.delete(_run_of(attempt), attempt / safe_name(file.name))
         (attempt / safe_name(file.name)).unlink(missing_ok=True)
     if present:
         sync_all([attempt])
     return sum(file.size_bytes for file in present)
 
 
+def _run_of(attempt: Path) -> Path:
+    return attempt.parents[4]
+
+
 def _notes(attempt: Path) -> list[Path]:
+    """Return the notes of an attempt, those of other machines copied first."""
+    root = _run_of(attempt)
+    known = mirror.names(root, attempt)
+    mirror.pull_missing(root, [attempt / name for name in known if name.startswith(Path(COLLECTED).stem + ".")])
     return list(itertools.takewhile(Path.exists, _note_paths(attempt)))
 
 

@@ -13,6 +13,8 @@ from verl_omni_core.errors import StoreError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_UNLINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
+"""What a file system answers that has no hard links, has no more of them, or is another one."""
 
 
 def create_whole(path: Path, data: bytes) -> None:
@@ -75,6 +77,16 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make ``target`` the same file as ``source``, or on another file system a copy of it. Not synced."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _UNLINKABLE:
+            raise
+        shutil.copyfile(source, target)
+
+
 def free_bytes(path: Path) -> int:
     """Return the bytes that this user can still write where ``path`` lies, or will lie."""
     while not path.exists() and path != path.parent:
@@ -94,6 +106,14 @@ def check_free(path: Path, needed_bytes: int) -> None:
             f"{path}: {free / 1e9:.2f} GB are free, {needed_bytes / 1e9:.2f} GB are needed; free some space, "
             "or lower durability.min_free_gb, which a resumed run may"
         )
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """Return why this user can make no file in ``folder``; none if he can. Tries nothing, so it leaves no trace."""
+    if os.access(folder, os.W_OK | os.X_OK):
+        return None
+    is_read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+    return "the file system is mounted read-only" if is_read_only else "permission denied"
 
 
 def safe_name(name: str) -> str:

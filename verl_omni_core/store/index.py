@@ -18,6 +18,7 @@ from verl_omni_core.store.durable_files import replace_whole, storage_errors, sy
 from verl_omni_core.store.index_files import STEPS, block_path, block_steps
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.ledger import Ledger, Position
+from verl_omni_core.store.lineage import base_step
 from verl_omni_core.store.manifest import ArtifactRef, sha256
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def newest_block(store: RunStore) -> Block | None:
 def finished_steps(store: RunStore) -> int:
     """Return the last step before the first that is not logged."""
     block = newest_block(store)
-    step = block.last if block else 0
+    step = block.last if block else base_step(Path(store.root))
     while store.find(step + 1, LAST_STAGE) is not None:
         step += 1
     return step
@@ -99,11 +100,11 @@ def repair(store: RunStore, ledger: Ledger, *, at_least: int = 0) -> list[int]:
         StoreError: a commit or the ledger is damaged, or the disk is full.
     """
     check_epoch(Path(store.root), store.epoch)
-    present = block_steps(Path(store.root))
+    base, present = base_step(Path(store.root)), block_steps(Path(store.root))
     unchecked = {*present[:-1]} - {at_least}
     written = []
     for last in range(STEPS, max(store.steps(), default=0) + 1, STEPS):
-        if last in unchecked or (last in present and _holds(store, last)):
+        if last <= base or last in unchecked or (last in present and _holds(store, last)):
             continue
         block = build_block(store, ledger, last)
         if block is None:
@@ -158,11 +159,14 @@ def is_current(store: RunStore, block: Block) -> bool:
 
 
 def build_block(store: RunStore, ledger: Ledger, last: int) -> Block | None:
-    """Return the block that ends with ``last`` from the commits; none if a step of it is not finished."""
-    stages = {}
+    """Return the block that ends with ``last`` from the commits; none if a step of it is not finished.
+
+    Of a fork the steps that it took over count as finished.
+    """
+    stages, base = {}, base_step(Path(store.root))
     for step in range(last - STEPS + 1, last + 1):
         refs = tuple(ref for stage in store.stages(step) if (ref := store.find(step, stage)))
-        if all(ref.stage != LAST_STAGE for ref in refs):
+        if step > base and all(ref.stage != LAST_STAGE for ref in refs):
             return None
         stages[step] = refs
     return Block(last, stages, ledger.position(last))

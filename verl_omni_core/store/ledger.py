@@ -7,7 +7,7 @@ a second writer finds the number taken. Each record names the digest of the one 
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,13 +16,18 @@ from typing import Any
 import pyarrow as pa
 
 from verl_omni_core.errors import ContractError, FencedError, StoreError
-from verl_omni_core.store.durable_files import create_whole, storage_errors
+from verl_omni_core.store import mirror
+from verl_omni_core.store.durable_files import storage_errors
 from verl_omni_core.store.lease import check_epoch, describe_holder
 from verl_omni_core.store.manifest import sha256
 
 logger = logging.getLogger(__name__)
 
+_OR_GO_ON = "fork the run from a snapshot before that (verl-omni fork)"
 _OWN = ("sequence", "fence_epoch", "wall_time", "previous_sha256", "sha256")
+
+REWIND = "rewind"
+"""Kind of the record that takes back those before it whose step comes after its ``to_version``."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ class Ledger:
                 self._folder.mkdir(exist_ok=True)
             try:
                 if not self._overtaken:
-                    create_whole(self._path(sequence), json.dumps(entry, sort_keys=True).encode())
+                    content = json.dumps(entry, sort_keys=True).encode()
+                    mirror.create_copied(self.root, self._path(sequence), content)
             except FileExistsError:
                 self._overtaken = True
             if self._overtaken:
@@ -142,6 +148,34 @@ class Ledger:
                 position = Position(step, record["sequence"], record["sha256"])
             return position
 
+    def check_complete(self, step: int) -> None:
+        """Check that no record is missing up to the last one of ``step``; reads the newest record alone.
+
+        Args:
+            step: the last one whose update is committed. A ledger without any record is not judged by it.
+        Raises:
+            StoreError: names the first record that is missing, or the step whose records are.
+        """
+        numbers = self._numbers()
+        last = max(numbers, default=0)
+        gap = next((number for number in range(1, last + 1) if number not in numbers), None)
+        if gap is not None:
+            raise self._lacks(gap, last)
+        if not last:
+            return
+        try:
+            newest = int(json.loads(self._path(last).read_bytes())["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(
+                f"ledger record {last} of run {self.root.name} is damaged ({error!r}); restore it from a copy, or "
+                f"{_OR_GO_ON}"
+            ) from error
+        if newest < step:
+            raise StoreError(
+                f"ledger of run {self.root.name} ends with step {newest}, but the update of step {step} is committed; "
+                f"restore the records from {last + 1} on from a copy, or {_OR_GO_ON}"
+            )
+
     def as_table(self) -> pa.Table:
         """Return the records as a table ``updates``; other fields of a record are in ``record_json``."""
         from verl_omni_core.batches.schema import SCHEMAS, with_metadata
@@ -169,13 +203,11 @@ class Ledger:
         numbers = self._numbers()
         last = max([*numbers, self._start.sequence])
         self._overtaken |= self._loaded and last > self._known()
+        fresh = range(self._known(), last + 1)
+        mirror.pull_missing(self.root, [self._path(sequence) for sequence in fresh if sequence in numbers])
         for sequence in range(1, last + 1):
             if sequence not in numbers:
-                raise StoreError(
-                    f"ledger of run {self.root.name} lacks record {sequence} of {last}; restore "
-                    f"{self._path(sequence).name} from a copy, or export the run's weights (verl-omni export) and "
-                    "start another run from them"
-                )
+                raise self._lacks(sequence, last)
         if not self._loaded:
             self._check_start()
         self._read(last)
@@ -213,6 +245,12 @@ class Ledger:
             )
             self._start, self._last_sha256 = BEGINNING, ""
 
+    def _lacks(self, sequence: int, last: int) -> StoreError:
+        return StoreError(
+            f"ledger of run {self.root.name} lacks record {sequence} of {last}; restore {self._path(sequence).name} "
+            f"from a copy, or {_OR_GO_ON}"
+        )
+
     def _parse(self, sequence: int, data: bytes) -> dict[str, Any]:
         try:
             entry = json.loads(data)
@@ -224,19 +262,28 @@ class Ledger:
         if not intact:
             raise StoreError(
                 f"ledger record {sequence} of run {self.root.name} is damaged, or the one before it was "
-                "changed; restore both from a copy, or export the run's weights (verl-omni export) and start another "
-                "run from them"
+                f"changed; restore both from a copy, or {_OR_GO_ON}"
             )
         return entry
 
     def _numbers(self) -> set[int]:
-        if not self._folder.is_dir():
-            return set()
-        names = [p.name.removesuffix(".json") for p in self._folder.iterdir() if p.name.endswith(".json")]
+        found = mirror.names(self.root, self._folder, always=True)
+        names = [name.removesuffix(".json") for name in found if name.endswith(".json")]
         return {int(name) for name in names if name.isdigit()}
 
     def _path(self, sequence: int) -> Path:
         return self._folder / f"{sequence:012d}.json"
+
+
+def standing(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the records, in order, that no later rewind takes back, without the rewinds themselves."""
+    kept: list[Mapping[str, Any]] = []
+    for record in records:
+        if record.get("kind") == REWIND:
+            kept = [earlier for earlier in kept if earlier.get("step", 0) <= record["to_version"]]
+        else:
+            kept.append(record)
+    return kept
 
 
 def _step(record: Mapping[str, Any]) -> int:

@@ -8,12 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from verl_omni_core.errors import StoreError
+from verl_omni_core.store import mirror
 from verl_omni_core.store.artifacts import RunStore
-from verl_omni_core.store.attempt import COMMIT, REJECTED, stage_folder
+from verl_omni_core.store.attempt import stage_folder
 from verl_omni_core.store.durable_files import replace_whole, storage_errors, sync_all
 from verl_omni_core.store.index_files import forget
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef
+from verl_omni_core.store.places import COMMIT, REJECTED
 
 
 def reject(store: RunStore, ref: ArtifactRef, reason: str) -> list[ArtifactRef]:
@@ -39,13 +41,42 @@ def reject(store: RunStore, ref: ArtifactRef, reason: str) -> list[ArtifactRef]:
     forget(Path(store.root), ref.step)
     taken_back = [*reversed(_descendants(store, ref)), ref]
     for each in taken_back:
-        stage = stage_folder(Path(store.root), each.step, each.stage)
-        note = {**each.to_json(), "reason": reason, "rejected": datetime.now(UTC).isoformat(timespec="milliseconds")}
-        replace_whole(stage / "attempts" / each.attempt / REJECTED, json.dumps(note, indent=1).encode())
-        (stage / COMMIT).unlink()
-        with storage_errors(stage):
-            sync_all([stage])
+        _take_back(store, each, reason)
     return taken_back
+
+
+def reject_step(store: RunStore, step: int, reason: str) -> list[ArtifactRef]:
+    """Make every stage of a step undone, the newest first; one whose files are damaged as well. Twice is once.
+
+    Args:
+        reason: for whoever reads the folder.
+    Returns: what was taken back, in that order.
+    Raises:
+        FencedError: a newer owner exists. StoreError: a marker is damaged.
+    """
+    check_epoch(Path(store.root), store.epoch)
+    folder = stage_folder(Path(store.root), step, "")
+    markers = sorted(folder.glob(f"*/{COMMIT}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    found = [ref for marker in markers if (ref := store.find(step, marker.parent.name)) is not None]
+    if found:
+        forget(Path(store.root), step)
+    for each in found:
+        _take_back(store, each, reason)
+    return found
+
+
+def _take_back(store: RunStore, ref: ArtifactRef, reason: str) -> None:
+    root = Path(store.root)
+    stage = stage_folder(root, ref.step, ref.stage)
+    note = {**ref.to_json(), "reason": reason, "rejected": datetime.now(UTC).isoformat(timespec="milliseconds")}
+    attempt = stage / "attempts" / ref.attempt
+    if attempt.is_dir():  # a folder that lost files is taken back too
+        replace_whole(attempt / REJECTED, json.dumps(note, indent=1).encode())
+        mirror.push(root, attempt / REJECTED)
+    mirror.delete(root, stage / COMMIT)
+    (stage / COMMIT).unlink()
+    with storage_errors(stage):
+        sync_all([stage])
 
 
 def _descendants(store: RunStore, ref: ArtifactRef) -> list[ArtifactRef]:

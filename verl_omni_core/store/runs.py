@@ -6,6 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,20 +14,23 @@ from typing import Any
 
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.identity import digest
-from verl_omni_core.store.attempt import read_commit
-from verl_omni_core.store.durable_files import create_whole, replace_whole, storage_errors, sync_all
+from verl_omni_core.store import mirror
+from verl_omni_core.store.attempt import read_commit, stage_folder
+from verl_omni_core.store.durable_files import replace_whole, storage_errors, sync_all
 from verl_omni_core.store.lease import is_owned
+from verl_omni_core.store.lineage import FIELD, Lineage, base_step
+from verl_omni_core.store.places import RUN, SETTINGS, folder_of, remote_of, remote_store, store_of
 
-RUN = "run.json"
-SETTINGS = "settings"
-"""Folder of the settings that later starts changed, one file for each such start, named by its fence epoch."""
 ENGINE = "engine.json"
 ORIGINS = "settings_origins.json"
 PROGRESS = "progress.json"
+STOPPED = "stopped"
+"""Status of a run that ended before its last step, and goes on when it is started again."""
 TRAIN, EVALUATE = "train", "evaluate"
 """Kinds of runs: one that learns, and one that only judges."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LAST_STAGE = "update"
+_LISTED_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,10 @@ class RunFolder:
     """``train`` or ``evaluate``."""
     uuid: str
     """Drawn once: another run that gets the same folder has another one."""
+    request: str | None
+    """Who asked for it, where the same may ask again, such as a flow run that is retried."""
+    lineage: Lineage | None = None
+    """Of a fork: which step of which run it goes on from."""
 
     @property
     def run_id(self) -> str:
@@ -58,6 +66,8 @@ class RunFolder:
     def record_settings(self, config: Mapping[str, Any], *, epoch: int, code_version: str) -> None:
         """Keep what a resumed run runs with, if it is new; ``run.json`` stays as it was.
 
+        Settings that later starts changed are one file for each such start, named by its fence epoch.
+
         Args:
             epoch: fence epoch of the owner.
         """
@@ -65,9 +75,10 @@ class RunFolder:
             return
         content = {"config": dict(config), "config_digest": digest(config), "code_version": code_version}
         folder = self.root / SETTINGS
+        data = json.dumps({**content, "created": _now()}, indent=1).encode()
         with storage_errors(folder):
             folder.mkdir(exist_ok=True)
-        create_whole(folder / f"{epoch:06d}.json", json.dumps({**content, "created": _now()}, indent=1).encode())
+        mirror.create_copied(self.root, folder / f"{epoch:06d}.json", data)
         sync_all([self.root])
 
     def write_engines(self, replicas: Sequence[Mapping[str, Any]]) -> None:
@@ -100,6 +111,10 @@ class RunFolder:
         value = {"status": status, "step": step, "reward": reward, "updated": _now()}
         replace_whole(self.root / PROGRESS, json.dumps(value).encode())
 
+    def status(self) -> str:
+        """Return what :meth:`write_progress` said last, or ``new``."""
+        return str(self._progress().get("status", "new"))
+
     def _progress(self) -> dict[str, Any]:
         try:
             return _read_json(self.root / PROGRESS) or {}
@@ -123,6 +138,8 @@ class RunSummary:
     updated: str
     kind: str = TRAIN
     """``train`` or ``evaluate``."""
+    lineage: str = ""
+    """``<run>@<step>`` that a fork goes on from."""
 
 
 def create_run(
@@ -133,62 +150,78 @@ def create_run(
     run_id: str | None = None,
     profile: str | None = None,
     kind: str = TRAIN,
+    request: str | None = None,
+    lineage: Lineage | None = None,
 ) -> RunFolder:
     """Make a run's folder with its resolved settings.
 
     Args:
-        store: folder that holds all runs; made if it does not exist.
+        store: folder that holds all runs, made if it does not exist; or the address of an object store.
         config: resolved settings, JSON-like; a ``run.id`` of none becomes the run's name.
         code_version: version of this package that made them.
         run_id: name of the run; none derives one from the time and the profile.
         profile: name of the profile, for a derived id.
         kind: ``train``, or ``evaluate`` for a run that only judges.
+        request: who asks, where the same may ask again.
+        lineage: of a fork.
     Raises:
         ConfigError: ``run_id`` is no legal name.
         StoreError: such a run exists, or the store cannot be written.
     """
-    if run_id is not None and not _ID.fullmatch(run_id):
-        raise ConfigError(
-            f"run.id is {run_id!r}, expected letters, digits, '.', '_' or '-', at most 100, starting with a "
-            "letter or digit"
-        )
-    store = Path(store)
-    with storage_errors(store):
+    if run_id is not None:
+        check_name(run_id)
+    folder = folder_of(store)
+    with storage_errors(folder):
         try:
-            store.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
                 f"run.store is {str(store)!r}, where no folder can be made ({error.strerror}); give one that exists or "
                 "can be made"
             ) from error
-        root = _make_folder(store, run_id, profile)
+        root = _make_folder(folder, run_id, profile)
         config = _named(config, root.name)
         content = {
             "kind": kind,
             "uuid": uuid.uuid4().hex,
+            "request": request,
             "config": config,
             "config_digest": digest(config),
             "code_version": code_version,
             "created": _now(),
+            FIELD: None if lineage is None else lineage.to_json(),
         }
         try:
-            create_whole(root / RUN, json.dumps(content, indent=1).encode())
+            mirror.create_copied(root, root / RUN, json.dumps(content, indent=1).encode())
+        except FileExistsError:
+            raise StoreError(f"run {root.name!r} was made in {store} at this moment; give another run.id") from None
         except BaseException:
             root.rmdir()  # a folder without its settings is no run, and would keep its name
             raise
-        sync_all([store])
+        sync_all([folder])
     return open_run(store, root.name)
 
 
+def check_name(run_id: str) -> None:
+    """Raise ConfigError for what cannot be the name of a run."""
+    if not _ID.fullmatch(run_id):
+        raise ConfigError(
+            f"run.id is {run_id!r}, expected letters, digits, '.', '_' or '-', at most 100, starting with a "
+            "letter or digit"
+        )
+
+
 def open_run(store: str | Path, run_id: str) -> RunFolder:
-    """Open a run's folder. Changes nothing.
+    """Open a run's folder. Changes nothing, but copies what tells of a run in an object store.
 
     Raises:
         StoreError: there is no such run, or the folder is not one.
     """
-    root = Path(store).absolute() / run_id
+    root = folder_of(store).absolute() / run_id
+    if _ID.fullmatch(run_id):
+        mirror.pull_run(root)
     if not _ID.fullmatch(run_id) or not root.is_dir():
-        known = [path.name for path in _folders(Path(store))]
+        known = [path.name for path in _folders(folder_of(store))]
         raise StoreError(f"store {store} has no run {run_id!r}; it has {', '.join(known[-5:]) or 'none'}")
     made = _read_json(root / RUN)
     if made is None:
@@ -196,7 +229,7 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
             f"{root} is not a run: it has no {RUN}; give the folder that holds the runs, or another run id"
         )
     newest = newest_settings(root)
-    value = {"kind": TRAIN, "uuid": "", **made}
+    value = {"kind": TRAIN, "uuid": "", "request": None, FIELD: None, **made}
     if newest.name != RUN:
         resumed = _read_json(newest) or {}
         value |= {name: resumed.get(name) for name in ("config", "config_digest")}
@@ -205,6 +238,7 @@ def open_run(store: str | Path, run_id: str) -> RunFolder:
     if missing or value["config_digest"] != digest(value["config"]):
         wrong = f"lacks {missing}" if missing else "has settings that do not match their digest"
         raise StoreError(f"{newest} {wrong}; restore it from a copy: recorded settings never change")
+    value[FIELD] = Lineage.from_json(value[FIELD])
     return RunFolder(root, **{name: value[name] for name in names})
 
 
@@ -215,7 +249,17 @@ def newest_settings(root: Path) -> Path:
 
 def list_runs(store: str | Path) -> list[RunSummary]:
     """Return the runs of a store, oldest first; none if the store does not exist."""
-    return sorted((_summary(path) for path in _folders(Path(store))), key=lambda run: (run.started, run.run_id))
+    folders = _folders(folder_of(store))
+    with ThreadPoolExecutor(_LISTED_AT_ONCE) as pool:
+        found = list(pool.map(_summary, folders) if remote_store(folder_of(store)) else map(_summary, folders))
+    return sorted(found, key=lambda run: (run.started, run.run_id))
+
+
+def run_exists(store: str | Path, run_id: str) -> bool:
+    """Say whether a store has something under the name of a run."""
+    root = folder_of(store).absolute() / run_id
+    remote = remote_of(root)
+    return root.exists() if remote is None else remote.read(RUN) is not None
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
@@ -231,10 +275,10 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: s
 
 
 def steps_done(root: Path) -> int:
-    """Return the newest step whose update is committed; 0 if none is."""
-    folder = root / "steps"
-    names = sorted((p.name for p in folder.iterdir() if p.name.isdigit()), reverse=True) if folder.is_dir() else []
-    return next((int(name) for name in names if read_commit(folder / name / _LAST_STAGE) is not None), 0)
+    """Return the newest step whose update is committed; if none is, the one that a fork goes on from, or 0."""
+    done = (step for step in reversed(mirror.steps(root)) if read_commit(stage_folder(root, step, _LAST_STAGE)))
+    newest = next(done, None)
+    return base_step(root) if newest is None else newest
 
 
 def _summary(root: Path) -> RunSummary:
@@ -257,16 +301,23 @@ def _summary(root: Path) -> RunSummary:
         run.created,
         progress.get("updated", run.created),
         run.kind,
+        "" if run.lineage is None else str(run.lineage),
     )
 
 
 def _folders(store: Path) -> list[Path]:
-    return sorted(path for path in store.iterdir() if (path / RUN).is_file()) if store.is_dir() else []
+    remote = remote_store(store)
+    if remote is None:
+        return sorted(path for path in store.iterdir() if (path / RUN).is_file()) if store.is_dir() else []
+    names = [name for name in remote.names() if _ID.fullmatch(name)]
+    with ThreadPoolExecutor(_LISTED_AT_ONCE) as pool:
+        are_runs = list(pool.map(lambda name: remote.read(f"{name}/{RUN}") is not None, names))
+    return [store / name for name, is_run in zip(names, are_runs, strict=True) if is_run]
 
 
 def new_run_id(store: str | Path, profile: str | None = None) -> str:
     """Return a name for a new run from the time and the profile; no folder is made."""
-    taken = {path.name for path in _folders(Path(store))}
+    taken = {path.name for path in _folders(folder_of(store))}
     return next(name for name in _derived_ids(profile) if name not in taken)
 
 
@@ -296,10 +347,16 @@ def _make_folder(store: Path, run_id: str | None, profile: str | None) -> Path:
 
 
 def _new_folder(path: Path) -> Path:
+    remote = remote_of(path)
+    if remote is not None:
+        mirror.pull_run(path)  # refuses the copy of a run that is gone
     try:
-        path.mkdir()
+        if remote is not None and (path / RUN).exists():
+            raise FileExistsError(path)
+        path.mkdir(exist_ok=remote is not None)
     except FileExistsError:
-        raise StoreError(f"run {path.name!r} exists in {path.parent}; resume it, or give another run.id") from None
+        where = store_of(path.parent)
+        raise StoreError(f"run {path.name!r} exists in {where}; resume it, or give another run.id") from None
     return path
 
 

@@ -8,25 +8,37 @@ without it is no checkpoint. A saved checkpoint has been read back and compared.
 import hashlib
 import json
 import os
-import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from verl_omni_core.errors import ConfigError, StoreError
-from verl_omni_core.training import lora, sharding
+from verl_omni_core.store.durable_files import storage_errors
+from verl_omni_core.training import sharding
+from verl_omni_core.training.ranks import Ranks, vote
+from verl_omni_core.training.snapshot import (
+    Snapshot,
+    like,
+    network_of,
+    policy_of,
+    set_random_states,
+    state_of,
+    take,
+)
 
 if TYPE_CHECKING:
     from verl_omni_core.training.engine import DiffusersFSDPEngine
+    from verl_omni_core.training.outline import Outline
 
 FORMAT = 1
 INDEX_FILE = "checkpoint.json"
@@ -35,54 +47,53 @@ COMPARED_BYTES = 2**28
 """Tensors of a new checkpoint are read back in portions of this size, over all ranks."""
 
 
-def save(engine: "DiffusersFSDPEngine", folder: Path, extra: Mapping[str, Any]) -> list[str]:
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file of a checkpoint that the disk has."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+def save(engine: "DiffusersFSDPEngine", folder: Path, extra: Mapping[str, Any]) -> list[WrittenFile]:
     """Write, read back and compare; see :meth:`DiffusersFSDPEngine.save_checkpoint`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _save_random_states(engine, folder)
-    state, steps = _tensors(engine)
-    group = engine.ranks.group
+    ranks = engine.ranks if engine.ranks.size > 1 else Ranks()
+    return write(take(engine, extra, ranks), folder, ranks)
+
+
+def write(snapshot: Snapshot, folder: Path, ranks: Ranks) -> list[WrittenFile]:
+    """Write a snapshot, read it back and compare; all ranks together.
+
+    Args:
+        ranks: those that the snapshot was taken for.
+    Returns: all files, on every rank.
+    Raises:
+        StoreError: the disk is full or refuses the write, or what was read back differs; on the rank where it was so.
+        ContractError: on the others.
+    """
+    vote(ranks, lambda: _write_own(snapshot, folder, ranks.rank))
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _quiet_alone():
-        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
-    engine.ranks.barrier()
-    _compare(engine, folder, state)
-    if engine.ranks.rank == 0:
-        files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != INDEX_FILE)
-        index = {
-            "format": FORMAT,
-            "ranks": engine.ranks.size,
-            "policy": _policy(engine),
-            "counters": asdict(engine.counters),
-            "ema_updates": engine.ema.updates if engine.ema else None,
-            "optimizer": {"name": engine.training.optimizer, "steps": steps},
-            "tensors": {name: list(tensor.shape) for name, tensor in state.items()},
-            "extra": dict(extra),
-            "files": {path.name: {"size_bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files},
-        }
-        _write(folder / INDEX_FILE, json.dumps(index, indent=1, sort_keys=True).encode())
-    engine.ranks.barrier()
-    return sorted(path.name for path in folder.iterdir() if path.is_file())
+    with _quiet_alone(), _storage_errors(folder):
+        dcp.save(snapshot.tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+    _compare(snapshot, folder, ranks)
+    vote(ranks, lambda: _write_index(snapshot, folder) if ranks.rank == 0 else None)
+    index = folder / INDEX_FILE
+    files = json.loads(index.read_bytes())["files"]
+    files[INDEX_FILE] = {"size_bytes": index.stat().st_size, "sha256": _sha256(index)}
+    return [WrittenFile(name, **files[name]) for name in sorted(files)]
 
 
 def load(engine: "DiffusersFSDPEngine", folder: Path) -> dict[str, Any]:
     """Go on from ``folder``; see :meth:`DiffusersFSDPEngine.load_checkpoint`."""
     index = read_index(folder)
     verify(folder, index)
-    _refuse_other_policy(engine, index, folder)
+    refuse_other_policy(engine, index, folder)
     steps = index["optimizer"]["steps"]
     _prepare_moments(engine, steps)
-    state, _ = _tensors(engine)
-    expected = {name: list(tensor.shape) for name, tensor in state.items()}
-    odd = sorted(
-        name for name in expected.keys() | index["tensors"].keys() if expected.get(name) != index["tensors"].get(name)
-    )
-    if odd:
-        name = odd[0]
-        raise ConfigError(
-            f"checkpoint {str(folder)!r} differs from this trainer in {len(odd)} tensors, first {name}: shape "
-            f"{index['tensors'].get(name)} there, {expected.get(name)} here; use the settings it was written with"
-        )
-    _read(engine, folder, state)
+    state, _ = state_of(engine)
+    _refuse(_other_shapes(state, index["tensors"]), index, folder)
+    _read(folder, state, engine.ranks.group)
     counters = index["counters"]
     for name, value in counters.items():
         setattr(engine.counters, name, value)
@@ -128,25 +139,6 @@ def verify(folder: Path, index: Mapping[str, Any]) -> None:
             )
 
 
-def _tensors(engine: "DiffusersFSDPEngine") -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return all tensors by name, and the optimizer's step count of every parameter that has moments."""
-    sharding.reshard(engine.module)
-    state: dict[str, Tensor] = {}
-    for name, parameter in engine.module.named_parameters():
-        if engine.lora_config is None or ".lora_" in name:
-            state[f"model.{name}"] = parameter.detach()
-    steps = {}
-    for name, parameter in engine.trainable.items():
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
-            if key == "step":
-                steps[name] = int(value)
-            elif isinstance(value, Tensor):
-                state[f"optimizer.{name}.{key}"] = value
-    if engine.ema is not None:
-        state |= {f"ema.{name}": tensor for name, tensor in engine.ema.tensors.items()}
-    return state, steps
-
-
 def _prepare_moments(engine: "DiffusersFSDPEngine", steps: Mapping[str, int]) -> None:
     engine.optimizer.state.clear()
     for name, count in steps.items():
@@ -159,8 +151,7 @@ def _prepare_moments(engine: "DiffusersFSDPEngine", steps: Mapping[str, int]) ->
             }
 
 
-def _read(engine: "DiffusersFSDPEngine", folder: Path, into: dict[str, Tensor]) -> None:
-    group = engine.ranks.group
+def _read(folder: Path, into: dict[str, Tensor], group: ProcessGroup | None) -> None:
     reader = HuggingFaceStorageReader(str(folder))
     with _quiet_alone():
         dcp.load(into, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -173,17 +164,47 @@ def _quiet_alone() -> Iterator[None]:
         yield
 
 
-def _compare(engine: "DiffusersFSDPEngine", folder: Path, state: Mapping[str, Tensor]) -> None:
+@contextmanager
+def _storage_errors(folder: Path) -> Iterator[None]:
+    """Let what failed on a rank be seen as what it was, and a full disk as a StoreError."""
+    with storage_errors(folder):
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(cause for cause, _ in error.failures.values()) from error
+
+
+def _write_own(snapshot: Snapshot, folder: Path, rank: int) -> None:
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / _random_name(rank), json.dumps(snapshot.random_states).encode())
+
+
+def _compare(snapshot: Snapshot, folder: Path, ranks: Ranks) -> None:
     bad: list[str] = []
-    for names in _portions(state):
-        again = {name: torch.full_like(state[name], float("nan")) for name in names}
-        _read(engine, folder, again)
-        bad += [name for name in names if not _same_bits(sharding.local(state[name]), sharding.local(again[name]))]
-    if not engine.ranks.agree(not bad):
+    for names in _portions(snapshot.tensors):
+        parts = {name: sharding.local(snapshot.tensors[name]) for name in names}
+        again = {name: torch.full_like(part, float("nan")) for name, part in parts.items()}
+        _read(folder, {name: like(snapshot.tensors[name], again[name]) for name in names}, ranks.group)
+        bad += [name for name in names if not _same_bits(parts[name], again[name])]
+    if not ranks.agree(not bad):
         raise StoreError(
-            f"the checkpoint in {str(folder)!r} reads back differently (rank {engine.ranks.rank}: {bad[:3]}); the "
+            f"the checkpoint in {str(folder)!r} reads back differently (rank {ranks.rank}: {bad[:3]}); the "
             "disk or the file system is not to be trusted"
         )
+
+
+def _write_index(snapshot: Snapshot, folder: Path) -> None:
+    files = sorted(path for path in folder.iterdir() if path.is_file() and _is_own(path.name))
+    records = {path.name: {"size_bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+    index = {"format": FORMAT, **snapshot.facts, "files": records}
+    with storage_errors(folder):
+        _write(folder / INDEX_FILE, json.dumps(index, indent=1, sort_keys=True).encode())
+
+
+def _is_own(name: str) -> bool:
+    """Say whether a file is the checkpoint's: the attempt that it is written into has one of its own."""
+    return name.startswith("random-") or name.endswith(".safetensors")
 
 
 def _portions(state: Mapping[str, Tensor]) -> Iterator[list[str]]:
@@ -204,66 +225,58 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _policy(engine: "DiffusersFSDPEngine") -> dict[str, Any]:
-    if engine.lora_config is None:
-        return {"kind": "full"}
-    config = lora.peft_config(engine.lora_config)
-    kept = {key: config[key] for key in ("r", "lora_alpha", "target_modules", "exclude_modules")}
-    return {"kind": "lora", **kept, "adapters": lora.adapter_names(engine.module)}
+def refuse_other_policy(engine: "DiffusersFSDPEngine | Outline", index: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint of another network, policy or optimizer, or with an average where there is none.
 
-
-def _refuse_other_policy(engine: "DiffusersFSDPEngine", index: Mapping[str, Any], folder: Path) -> None:
-    here, there = _policy(engine), index["policy"]
-    for key in sorted(here.keys() | there.keys()):
-        if here.get(key) != there.get(key):
-            raise ConfigError(
-                f"checkpoint {str(folder)!r} was written with {key} = {there.get(key)}, this trainer has {key} = "
-                f"{here.get(key)}; use the settings it was written with, or start from an exported adapter"
-            )
-    if index["optimizer"]["name"] != engine.training.optimizer:
-        raise ConfigError(
-            f"checkpoint {str(folder)!r} holds the state of {index['optimizer']['name']!r}, but training.optimizer is "
-            f"{engine.training.optimizer!r}; set it to the former"
-        )
+    Raises:
+        ConfigError: names every difference.
+    """
+    found = []
+    for group, here in (("network", network_of(engine)), ("policy", policy_of(engine))):
+        there = index.get(group, here)  # older ones do not tell the network
+        found += [
+            f"{key} = {there.get(key)!r} there, this trainer has {key} = {here.get(key)!r}"
+            for key in sorted(here.keys() | there.keys())
+            if here.get(key) != there.get(key)
+        ]
+    optimizer = index["optimizer"]["name"]
+    if optimizer != engine.training.optimizer:
+        found.append(f"the state of {optimizer!r} there, training.optimizer is {engine.training.optimizer!r}")
     if (index["ema_updates"] is None) != (engine.ema is None):
-        raise ConfigError(
-            f"checkpoint {str(folder)!r} has {'no' if index['ema_updates'] is None else 'an'} average of the policy; "
-            "training.ema_decay must be " + ("none" if index["ema_updates"] is None else "set")
-        )
+        has, must = ("no", "none") if index["ema_updates"] is None else ("an", "set")
+        found.append(f"{has} average of the policy there, training.ema_decay must be {must}")
+    _refuse(found, index, folder)
 
 
-def _save_random_states(engine: "DiffusersFSDPEngine", folder: Path) -> None:
-    _, keys, position, has_gauss, gauss = np.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    states = {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": torch.cuda.get_rng_state().numpy().tobytes().hex() if engine.device.startswith("cuda") else None,
-        "numpy": [np.asarray(keys).tolist(), position, has_gauss, gauss],
-        "python": [version, internal, gauss_next],
-    }
-    _write(folder / _random_name(engine.ranks.rank), json.dumps(states).encode())
+def _other_shapes(state: Mapping[str, Tensor], recorded: Mapping[str, list[int]]) -> list[str]:
+    here = {name: list(tensor.shape) for name, tensor in state.items()}
+    odd = sorted(name for name in here.keys() | recorded.keys() if here.get(name) != recorded.get(name))
+    if not odd:
+        return []
+    first = f"{odd[0]}: shape {recorded.get(odd[0])} there, {here.get(odd[0])} here"
+    return [f"{len(odd)} tensors differ, first {first}"]
+
+
+def _refuse(found: list[str], index: Mapping[str, Any], folder: Path) -> None:
+    if not found:
+        return
+    written = ", ".join(f"{name} {version}" for name, version in index.get("versions", {}).items())
+    raise ConfigError(
+        f"checkpoint {str(folder)!r} does not fit this trainer: {'; '.join(found)}. Use the settings that it was "
+        "written with, or start another run from its weights: verl-omni export RUN --out FOLDER, then "
+        f"--set model.lora.adapter_path=FOLDER{f' (it was written by {written})' if written else ''}"
+    )
 
 
 def _load_random_states(engine: "DiffusersFSDPEngine", folder: Path) -> None:
     path = folder / _random_name(engine.ranks.rank)
     if not path.is_file():  # more ranks than before: training itself draws nothing from these
         return
-    states = json.loads(path.read_text())
-    torch.set_rng_state(_bytes(states["torch"]))
-    if states["cuda"] and engine.device.startswith("cuda"):
-        torch.cuda.set_rng_state(_bytes(states["cuda"]))
-    keys, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-    version, internal, gauss_next = states["python"]
-    random.setstate((version, tuple(internal), gauss_next))
+    set_random_states(json.loads(path.read_text()), engine.device)
 
 
 def _random_name(rank: int) -> str:
     return f"random-{rank:05d}.json"
-
-
-def _bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def _sha256(path: Path) -> str:

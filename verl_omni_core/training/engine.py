@@ -257,15 +257,16 @@ class DiffusersFSDPEngine(lora.LoRAAdapterMixin):
             extra: JSON values to keep along.
         Returns: the files' names, on every rank.
         Raises:
-            StoreError: what was read back differs.
+            StoreError: what was read back differs, or the disk is full or refuses the write.
         """
-        return checkpoint.save(self, Path(folder), extra or {})
+        return [file.name for file in checkpoint.save(self, Path(folder), extra or {})]
 
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint, written by any number of ranks; return its ``extra``.
 
         Raises:
-            StoreError: missing or changed files. ConfigError: a checkpoint of another model or adapter.
+            StoreError: missing or changed files. ConfigError: a checkpoint of another model, adapter or optimizer; all
+                differences are told.
         """
         return checkpoint.load(self, Path(folder))
 

@@ -4,7 +4,6 @@
 no adapter at all but the network without any.
 """
 
-import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +14,10 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from verl_omni_core.errors import ConfigError, ContractError
+from verl_omni_core.given_files import json_object, tensors
 from verl_omni_core.registry import nearest
 from verl_omni_core.settings.model import LoraSettings
 from verl_omni_core.training.ranks import seeded
@@ -81,7 +80,7 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     """Read a peft adapter folder: tensors by module name without a model prefix, and its configuration.
 
     Raises:
-        ConfigError: a file is missing.
+        ConfigError: a file is missing or damaged.
     """
     paths = [Path(folder, CONFIG_FILE), Path(folder, ADAPTER_FILE)]
     for path in paths:
@@ -90,7 +89,16 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
                 f"model.lora.adapter_path: {str(path)!r} does not exist; give a folder with {CONFIG_FILE} and "
                 f"{ADAPTER_FILE}"
             )
-    return {_stripped(name): tensor for name, tensor in load_file(paths[1]).items()}, json.loads(paths[0].read_text())
+    try:
+        config, named = json_object(paths[0]), tensors(paths[1])
+    except ConfigError as error:
+        raise ConfigError(f"model.lora.adapter_path: {error}") from error
+    if not isinstance(config.get("target_modules"), list):
+        raise ConfigError(
+            f"model.lora.adapter_path: {str(paths[0])!r} lists no target_modules; give the folder that peft's "
+            "save_pretrained, or verl-omni export, wrote"
+        )
+    return {_stripped(name): tensor for name, tensor in named.items()}, config
 
 
 def adapter_parameters(module: nn.Module, adapter: str) -> dict[str, nn.Parameter]:

@@ -5,10 +5,11 @@ Rank 0 opens the rendezvous on a port that the system gives it, so no port is ev
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,37 @@ class Ranks:
         if self.group is not None:
             dist.all_reduce(result, op, group=self.group)
         return result
+
+    def beside(self, timeout_s: float) -> "Ranks":
+        """Return the same ranks with a group of their own, for CPU tensors: what a thread uses beside training.
+
+        All ranks call it together.
+
+        Args:
+            timeout_s: deadline of every collective.
+        """
+        if self.size == 1:
+            return Ranks()
+        return Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+
+
+def vote(ranks: Ranks, action: Callable[[], Any] | None) -> Any:
+    """Run ``action`` on every rank and go on only if it went well on all of them.
+
+    Raises:
+        Whatever it raised here; ContractError if it failed on another rank.
+    """
+    outcome, refusal = None, None
+    try:
+        outcome = action() if action is not None else None
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this vote; it is raised after it
+        refusal = error
+    agreed = ranks.agree(refusal is None)
+    if refusal is not None:
+        raise refusal
+    if not agreed:
+        raise ContractError("another rank refused; nothing was changed on any of them, the command can be repeated")
+    return outcome
 
 
 def open_rendezvous(host: str, timeout_s: float, port: int = 0) -> tuple[dist.TCPStore, int]:

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from verl_omni_core.errors import StoreError
+from verl_omni_core import given_files
+from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.rollout._contract import WeightUpdate
 from verl_omni_core.store.durable_files import check_free, storage_errors
 
@@ -51,16 +52,23 @@ def read_update(folder: str | Path, version: int) -> WeightUpdate:
     """Return what ``folder`` holds, as policy version ``version``.
 
     Raises:
-        StoreError: neither an adapter nor full weights are there, or an adapter without its config.
+        StoreError: neither an adapter nor full weights are there, an adapter without its config, or damaged files.
     """
     folder = Path(folder)
+    try:
+        return _read(folder, version)
+    except ConfigError as error:
+        raise StoreError(str(error)) from error
+
+
+def _read(folder: Path, version: int) -> WeightUpdate:
     if (folder / _ADAPTER).is_file():
         if not (folder / _ADAPTER_CONFIG).is_file():
             raise StoreError(f"{str(folder)!r} holds {_ADAPTER} without {_ADAPTER_CONFIG}; write both")
-        config = json.loads((folder / _ADAPTER_CONFIG).read_text())
-        named = load_file(folder / _ADAPTER)
+        config = given_files.json_object(folder / _ADAPTER_CONFIG)
+        named = given_files.tensors(folder / _ADAPTER)
         tensors = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in named.items()}
         return WeightUpdate(version, "lora", tensors, config)
     if (folder / _FULL).is_file():
-        return WeightUpdate(version, "full", load_file(folder / _FULL))
+        return WeightUpdate(version, "full", given_files.tensors(folder / _FULL))
     raise StoreError(f"{str(folder)!r} holds neither {_ADAPTER} nor {_FULL}; give the folder of one policy version")

@@ -28,11 +28,12 @@ from verl_omni_core.training import lora
 from verl_omni_core.training import ranks as ranks_module
 from verl_omni_core.training.losses import diffusion_loss
 from verl_omni_core.training.ppo_engine import BatchResult, PPODiffusersFSDPEngine
-from verl_omni_core.training.ranks import Ranks
+from verl_omni_core.training.ranks import Ranks, vote
 from verl_omni_core.training.replay import Denoising
 from verl_omni_core.weights.checksum import checksum
 from verl_omni_core.weights.filesystem import write_update
 from verl_omni_core.workers.commands import (
+    CONTROL,
     InferCommand,
     ProbeCommand,
     RankState,
@@ -41,14 +42,12 @@ from verl_omni_core.workers.commands import (
     WrittenWeights,
 )
 from verl_omni_core.workers.step_rows import StepRows
-from verl_omni_core.workers.training_worker import TrainingWorker, set_deterministic, vote
+from verl_omni_core.workers.trainer_state import TrainerState
+from verl_omni_core.workers.training_worker import TrainingWorker, set_deterministic
 from verl_omni_core.workers.update_records import answer, record, refuse_other_rows
 
-CONTROL = "control"
-"""Concurrency group of what is answered while the rank computes."""
 
-
-class ActorRolloutRefWorker:
+class ActorRolloutRefWorker(TrainerState):
     """A rank of the train group. As a Ray actor one of them lives on each device; alone it is a plain object.
 
     A command carries the fence epoch of its sender: a lower one than seen before, or than the run's newest, is refused.
@@ -202,21 +201,6 @@ class ActorRolloutRefWorker:
             )
         return drawn.latents_clean[0].cpu()
 
-    def save_checkpoint(self, folder: str, epoch: int | None = None) -> list[str]:
-        """Write all that training goes on from, verified by reading it back; returns the files' names."""
-        self._obey(epoch)
-        answer = dataclasses.asdict(self._answer) if self._answer else None
-        extra = {"version": self._version, "applied": self._applied, "answer": answer}
-        return self._ready().save_checkpoint(folder, extra)
-
-    def load_checkpoint(self, folder: str, epoch: int | None = None) -> int:
-        """Go on from a checkpoint, written by any number of ranks; returns its policy version."""
-        self._obey(epoch)
-        extra = self._ready().load_checkpoint(folder)
-        self._version, self._applied = extra["version"], extra["applied"]
-        self._answer = UpdateResult(**extra["answer"]) if extra["answer"] else None
-        return self._version
-
     def copy_adapter(self, source: str, target: str, epoch: int | None = None) -> None:
         """Make an adapter equal to another."""
         self._obey(epoch)
@@ -228,8 +212,10 @@ class ActorRolloutRefWorker:
         self._ready().ema_update_adapter(source, target, decay)
 
     def close(self) -> None:
-        """Leave the group of ranks."""
-        self._worker = None
+        """Leave the group of ranks, once a snapshot that was begun is written."""
+        if self._writer is not None:
+            self._writer.close()
+        self._worker = self._writer = None
         ranks_module.leave()
 
     def _build(self, ranks: Ranks, device: str) -> TrainingWorker:

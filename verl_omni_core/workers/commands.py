@@ -9,7 +9,10 @@ from torch import Tensor
 from verl_omni_core.identity import digest
 from verl_omni_core.rollout._contract import SamplingParams
 from verl_omni_core.store.attempt import Attempt
-from verl_omni_core.store.manifest import ArtifactRef
+from verl_omni_core.store.manifest import ArtifactRef, FileRecord
+
+CONTROL = "control"
+"""Concurrency group of what a rank answers while it computes."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,15 @@ class WrittenWeights:
     files: list[str]
     """Relative to the folder."""
     peft_config: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class WrittenSnapshot:
+    """All that training goes on from, on the disk and read back."""
+
+    files: list[FileRecord]
+    seconds: float
+    """From the moment of the copy."""
 
 
 @dataclass(frozen=True)

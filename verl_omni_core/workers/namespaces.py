@@ -17,7 +17,9 @@ from verl_omni_core.settings.run import ClusterSettings, RunConfig
 from verl_omni_core.store.runs import RunFolder
 
 _OF_THE_DRIVER: dict[str, Any] = {
-    "run": {"id", "store", "steps", "validate_every", "validate_before", "checkpoint_every", "images_every"},
+    "run": {"id", "store", "steps", "validate_every", "validate_before", "checkpoint_every", "images_every"}
+    | {"resume", "end_by", "end_margin_s"},
+    "rollout": {"failure", "refill_rounds", "max_failed_fraction"},
     **dict.fromkeys(("data", "weights", "durability", "tracking", "cluster"), True),
 }
 """Settings that no actor is built from: living ones serve a run that goes on with others."""

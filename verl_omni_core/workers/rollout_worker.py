@@ -19,7 +19,7 @@ from verl_omni_core.agent_loop.sampling import sampling_from_json
 from verl_omni_core.agent_loop.worker import DiffusionAgentLoopWorker, Result
 from verl_omni_core.batches import columns
 from verl_omni_core.batches.batch import DataProto
-from verl_omni_core.errors import ContractError, VerlOmniError
+from verl_omni_core.errors import ConfigError, ContractError, FencedError, StageLost, StoreError, VerlOmniError
 from verl_omni_core.identity import digest
 from verl_omni_core.rewards._tables import score_table
 from verl_omni_core.rollout._contract import SamplingParams
@@ -28,6 +28,8 @@ from verl_omni_core.store.attempt import Attempt
 from verl_omni_core.store.manifest import FileRecord
 
 _SCORER_TIMEOUT_S = 60.0
+NOT_THE_SAMPLES = (ConfigError, ContractError, StoreError, FencedError)
+"""Errors that other samples and other seeds would meet as well: no policy for failed samples applies to them."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ class PackTask:
     score: bool
     """Score samples as they come."""
     validate: bool = False
+    refills: int = 0
+    """How often samples that failed for good got other seeds."""
+    replaced: pa.Table | None = None
+    """Rows of ``trajectories_failed``: what became of the requests whose seeds were replaced."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class PackResult:
     """Of the first failed sample, by position; one that no retry helps comes before others."""
     metrics: tuple[Mapping[str, float], ...] = field(repr=False)
     """Timings by sample, for :func:`agent_loop_metrics`."""
+    failures: pa.Table | None = field(default=None, repr=False, compare=False)
+    """Rows of ``trajectories_failed`` of the samples that failed now; none if none did."""
 
 
 def packs_of(
@@ -162,8 +170,9 @@ class RolloutWorker:
         ``trajectories_failed`` for samples that failed for good; each only if it has rows. Rows stand in the order of
         the requests.
 
-        A pack without failures is declared a finished shard at once: whatever becomes of the others or of who asked,
-        the next attempt takes it over.
+        Of a pack with replaced seeds ``trajectories_failed`` also tells why they were. A pack without failures is
+        declared a finished shard at once: whatever becomes of the others or of who asked, the next attempt takes it
+        over.
 
         Returns: the files and what the pack says about itself; a failed sample is counted there, not raised.
         Raises: ContractError for requests that are not of one kind, embeddings that differ between samples of a
@@ -179,10 +188,11 @@ class RolloutWorker:
         ]
         if pack.score and self._versions is None:
             self._versions = await self._scorer_versions()
-        files = await asyncio.to_thread(self._write, pack, batch.meta_info["sampling"], results)
         failures = [result for result in results if isinstance(result, SampleFailure)]
+        failed = _failed_rows(pack, results)
+        files = await asyncio.to_thread(self._write, pack, batch.meta_info["sampling"], results, failed)
         if not failures:
-            files = (await asyncio.to_thread(pack.attempt.finish_shard, pack.shard, files)).files
+            files = (await asyncio.to_thread(pack.attempt.finish_shard, pack.shard, files, _refilled(pack))).files
         return PackResult(
             pack=pack.pack,
             shard=pack.shard,
@@ -191,17 +201,18 @@ class RolloutWorker:
             failed=len(failures),
             error=_decisive(failures),
             metrics=tuple(vars(r.metrics).copy() for r in results if isinstance(r, DiffusionAgentLoopOutput)),
+            failures=failed,
         )
 
     async def _scorer_versions(self) -> dict[str, str]:
         method = self._reward_workers[0].versions
         return await asyncio.wait_for(_awaited(getattr(method, "remote", method)), _SCORER_TIMEOUT_S)
 
-    def _write(self, pack: PackTask, sampling: SamplingParams, results: Sequence[Result]) -> Sequence[FileRecord]:
+    def _write(
+        self, pack: PackTask, sampling: SamplingParams, results: Sequence[Result], failed: pa.Table | None
+    ) -> Sequence[FileRecord]:
         kept = [i for i, result in enumerate(results) if isinstance(result, DiffusionAgentLoopOutput)]
         outputs = [result for result in results if isinstance(result, DiffusionAgentLoopOutput)]
-        lost = [i for i, result in enumerate(results) if isinstance(result, SampleFailure)]
-        failures = [result for result in results if isinstance(result, SampleFailure)]
         written: dict[str, pa.Table | None] = {}
         if outputs:
             requests = pack.requests.take(kept)
@@ -221,23 +232,46 @@ class RolloutWorker:
                     self._config.reward,
                     self._versions or {},
                 )
-        if failures:
-            written["trajectories_failed"] = tables.failed(
-                pack.requests.take(lost), failures, version=pack.weights_version
-            )
+        told = [table for table in (pack.replaced, failed) if table is not None]
+        if told:
+            written["trajectories_failed"] = pa.concat_tables(told).unify_dictionaries()
         return [
             pack.attempt.write_table(name, pack.shard, table) for name, table in written.items() if table is not None
         ]
 
 
+def _failed_rows(pack: PackTask, results: Sequence[Result]) -> pa.Table | None:
+    lost = [i for i, result in enumerate(results) if isinstance(result, SampleFailure)]
+    failures = [result for result in results if isinstance(result, SampleFailure)]
+    return tables.failed(pack.requests.take(lost), failures, version=pack.weights_version) if failures else None
+
+
+def _refilled(pack: PackTask) -> dict[str, Any]:
+    """Return what a finished shard says about replaced seeds; nothing where there are none."""
+    if pack.replaced is None:
+        return {}
+    return {"refills": pack.refills, "refilled": sorted(set(pack.replaced[columns.UID].to_pylist()))}
+
+
 def _decisive(failures: Sequence[SampleFailure]) -> VerlOmniError | None:
-    """Return the error that decides what becomes of the pack, in a class that travels; none without failures."""
+    """Return the error that decides what becomes of the pack, in a class that travels; none without failures.
+
+    What is wrong beyond the sample comes first, then a dead replica, then what no retry helps.
+    """
     if not failures:
         return None
-    first = next((each for each in failures if not getattr(each.error, "retryable", False)), failures[0])
+    first = min(failures, key=_weight)
     if isinstance(first.error, VerlOmniError):
         return type(first.error)(f"{first.sample_id}: {first.error}")
     return VerlOmniError(f"{first.sample_id}: {type(first.error).__name__}: {first.error}")
+
+
+def _weight(failure: SampleFailure) -> int:
+    if isinstance(failure.error, NOT_THE_SAMPLES):
+        return 0
+    if isinstance(failure.error, StageLost):
+        return 1
+    return 3 if getattr(failure.error, "retryable", False) else 2
 
 
 async def _awaited(method: Callable[[], Any]) -> Any:

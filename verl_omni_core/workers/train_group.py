@@ -14,13 +14,15 @@ from ray.actor import ActorHandle
 from verl_omni_core.errors import ContractError, DeadlineError, StageLost
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.manifest import FileRecord
-from verl_omni_core.workers.actor_rollout_ref import CONTROL, ActorRolloutRefWorker
+from verl_omni_core.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_omni_core.workers.commands import (
+    CONTROL,
     InferCommand,
     ProbeCommand,
     RankState,
     UpdateCommand,
     UpdateResult,
+    WrittenSnapshot,
     WrittenWeights,
 )
 from verl_omni_core.workers.threads import environment
@@ -50,8 +52,8 @@ class TrainGroup:
             num_gpus: of each rank.
             actor_options: further options of Ray's, such as a placement group.
         """
-        # a rank computes one command at a time and answers pings meanwhile
-        actor = ray.remote(concurrency_groups={CONTROL: 1})(ActorRolloutRefWorker)
+        # a rank computes one command at a time; meanwhile one may wait for a snapshot and another gets its ping
+        actor = ray.remote(concurrency_groups={CONTROL: 2})(ActorRolloutRefWorker)
         handles = []
         for rank in range(config.training.ranks):
             options = {
@@ -147,6 +149,15 @@ class TrainGroup:
         """Draw one sample with the trainer's own network; returns its final latents."""
         return self._together("sample", command, timeout_s=self.config.weights.timeout_s)[0]
 
+    def begin_snapshot(self, folder: str) -> None:
+        """Copy all that training goes on from and let the ranks write it beside what they do next."""
+        self._together("begin_snapshot", folder, self.epoch)
+
+    def finish_snapshot(self, folder: str) -> WrittenSnapshot:
+        """Wait until what :meth:`begin_snapshot` began is on the disk and read back."""
+        timeout_s = self.config.durability.snapshot_timeout_s
+        return self._together("finish_snapshot", folder, timeout_s, self.epoch, timeout_s=timeout_s + _GRACE_S)[0]
+
     def save_checkpoint(self, folder: str) -> list[str]:
         """Write a verified checkpoint; returns the files' names."""
         return self._together("save_checkpoint", folder, self.epoch)[0]
@@ -154,6 +165,10 @@ class TrainGroup:
     def load_checkpoint(self, folder: str) -> int:
         """Go on from a checkpoint; returns its policy version."""
         return self._together("load_checkpoint", folder, self.epoch)[0]
+
+    def reset(self) -> None:
+        """Bring all ranks to before the first step."""
+        self._together("reset", self.epoch, timeout_s=self.config.cluster.actor_timeout_s)
 
     def copy_adapter(self, source: str, target: str) -> None:
         """Make an adapter equal to another on all ranks."""

@@ -14,7 +14,7 @@ from verl_omni_core.metrics.reduce import Accumulator
 from verl_omni_core.training.engine import Counters
 from verl_omni_core.training.losses import LossFunction
 from verl_omni_core.training.ppo_engine import BatchResult, PPODiffusersFSDPEngine
-from verl_omni_core.training.ranks import Ranks
+from verl_omni_core.training.ranks import vote
 
 
 @dataclass(frozen=True)
@@ -113,25 +113,6 @@ class TrainingWorker:
     def ema_update_adapter(self, source: str, target: str, decay: float) -> None:
         """Move an adapter towards another."""
         self.engine.ema_update_adapter(source, target, decay)
-
-
-def vote(ranks: Ranks, action: Callable[[], Any] | None) -> Any:
-    """Run ``action`` on every rank and go on only if it went well on all of them.
-
-    Raises:
-        Whatever it raised here; ContractError if it failed on another rank.
-    """
-    outcome, refusal = None, None
-    try:
-        outcome = action() if action is not None else None
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for this vote; it is raised after it
-        refusal = error
-    agreed = ranks.agree(refusal is None)
-    if refusal is not None:
-        raise refusal
-    if not agreed:
-        raise ContractError("another rank refused; nothing was changed on any of them, the command can be repeated")
-    return outcome
 
 
 def set_deterministic(deterministic: bool) -> None:

@@ -4,6 +4,8 @@ import importlib.metadata
 import json
 
 import pytest
+import torch
+from safetensors.torch import save
 from typer.testing import CliRunner
 
 from verl_omni_core.cli import main, train
@@ -20,6 +22,14 @@ PROMPTS = {
     "torn": '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": \n{"prompt": "d"}\n',
     "blank": '{"prompt": "a sign"}\n{"prompt": "  "}\n',
 }
+_WEIGHTS = save({"base_model.model.x.lora_A.weight": torch.zeros(4, 4)})
+FOLDERS = {
+    "torn_pipeline": {"model_index.json": b'{"_class_name": "Stable'},
+    "list_pipeline": {"model_index.json": b"[]"},
+    "torn_config": {"adapter_config.json": b"{", "adapter_model.safetensors": _WEIGHTS},
+    "torn_weights": {"adapter_config.json": b'{"target_modules": ["x"]}', "adapter_model.safetensors": _WEIGHTS[:-9]},
+    "no_targets": {"adapter_config.json": b"{}", "adapter_model.safetensors": _WEIGHTS},
+}
 
 
 @pytest.fixture
@@ -34,6 +44,11 @@ def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_OMNI_HOME", str(tmp_path / "home"))
     for name, text in PROMPTS.items():
         (tmp_path / f"{name}.jsonl").write_text(text)
+    for name, files in FOLDERS.items():
+        for file, data in files.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / file).write_bytes(data)
+    (tmp_path / "home").mkdir(exist_ok=True)
     return tmp_path
 
 
@@ -90,6 +105,19 @@ def refusal(folder, *changes: str, profile: str = PROFILE, lines: int = 1) -> st
         ("data.train=torn.jsonl", "data.train", "row 2 (line 3)", "correct or remove it"),
         ("data.train=blank.jsonl", "data.train", "row 1", "fill it"),
         ("run.store=good.jsonl", "run.store", "is a file", "give a folder"),
+        ("data.train=home", "data.train", "'home' is a folder", "give a parquet"),
+        (f"run.seed={2**63}", "run.seed", str(2**63), f"less than {2**63}"),
+        (f"sampler.validation.seed={2**64}", "sampler.validation.seed", str(2**64), f"less than {2**63}"),
+        ("model.path=torn_pipeline", "model.path", "model_index.json' is damaged", "whole copy"),
+        ("model.path=list_pipeline", "model.path", "holds a list", "a JSON object"),
+        ("model.lora.adapter_path=torn_config", "model.lora.adapter_path", "adapter_config.json' is damaged", "whole"),
+        ("model.lora.adapter_path=torn_weights", "model.lora.adapter_path", "no safetensors file", "whole copy"),
+        (
+            "model.lora.adapter_path=no_targets",
+            "model.lora.adapter_path",
+            "lists no target_modules",
+            "verl-omni export",
+        ),
         ("run.store=good.jsonl/runs", "run.store", "is a file", "give a folder"),
     ],
 )
@@ -109,6 +137,25 @@ def test_a_ground_truth_column_that_is_missing_is_told_for_each_file(fresh):
 def test_a_profile_that_is_missing_ends_with_one_message_before_anything_starts(fresh, profile):
     message = refusal(fresh, profile=profile)
     assert f"profile '{profile}' does not exist" in message and f"{PROFILE}" in message
+
+
+def test_a_profile_that_is_no_utf_8_ends_with_one_message(fresh):
+    (fresh / "latin.toml").write_bytes('[run]\nid = "caf\u00e9"\n'.encode("latin-1"))
+    assert "'latin.toml' is not UTF-8 text" in refusal(fresh, profile="latin.toml")
+
+
+def test_an_empty_name_of_a_run_is_no_name(fresh):
+    before = sorted(fresh.rglob("*"))
+    done = CliRunner().invoke(main.app, ["train", PROFILE, "--run-id", ""])
+    assert done.exit_code == 2 and done.stderr.startswith("Error: run.id is ''"), done.output
+    assert sorted(fresh.rglob("*")) == before
+
+
+def test_without_a_profile_a_run_must_be_named(fresh):
+    done = CliRunner().invoke(main.app, ["train"])
+    assert done.exit_code == 2 and "neither a profile nor --run-id" in done.stderr
+    done = CliRunner().invoke(main.app, ["train", "--run-id", "gone"])
+    assert done.exit_code == 2 and "no run 'gone'" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -159,7 +206,7 @@ def test_a_run_that_cannot_go_on_is_refused_before_anything_starts(fresh):
         owner.release()
     (begun.root / "run.json").write_text("{")
     code, message = refused("begun")
-    assert code == 1 and "run.json" in message
+    assert code == 2 and "run.json" in message
 
 
 def test_all_faults_are_in_one_message(fresh):

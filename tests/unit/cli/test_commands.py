@@ -29,7 +29,7 @@ def store(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("export", "none", "--out", "x"), 1, "no run 'none'; it has judged, young"),
+        (("export", "none", "--out", "x"), 2, "no run 'none'; it has judged, young"),
         (("export", "young", "--out", "x"), 2, "no step of it has any yet"),
         (("export", "young", "--out", "x", "--step", "3"), 2, "no weights of the policy after step 3"),
         (("evaluate", "none"), 2, "neither a run nor a profile"),
@@ -38,6 +38,12 @@ def store(tmp_path):
         (("evaluate", PROFILE, "--prompts", "gone.parquet"), 2, "data.validation"),
         (("evaluate", PROFILE, "--adapter", "gone"), 2, "--adapter: 'gone' holds neither"),
         (("evaluate", PROFILE, "--set", "rollout.n=3"), 2, "rollout.group_size"),
+        (("evaluate", PROFILE, "--set", "run.store=elsewhere"), 2, "name the store with --store"),
+        (("evaluate", PROFILE, "--set", "run.steps=3"), 2, "sets run.steps itself"),
+        (("fork", "none"), 2, "no run 'none'; it has judged, young"),
+        (("fork", "young"), 2, "has no snapshot yet; it has none (run.checkpoint_every = 10)"),
+        (("fork", "young", "--step", "3"), 2, "has no snapshot of step 3"),
+        (("fork", "judged"), 2, "'judged' is an evaluation"),
         (("teardown", "none"), 1, "no run 'none'"),
     ],
 )
@@ -57,6 +63,8 @@ def test_what_is_not_there_ends_with_one_message(store, arguments, code, message
         ("export", "young", "--out", "x", "--step", "-1"),
         ("evaluate",),
         ("evaluate", "young", "--network", "best"),
+        ("fork",),
+        ("fork", "young", "--step", "0"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_with_code_2(store, arguments):

@@ -99,3 +99,17 @@ def test_on_a_terminal_the_panel_shows_step_stage_and_reward() -> None:
     for text in ("step 2/4", "update", "reward 0.2500", "a message"):
         assert text in shown, text
     assert "\x1b[" in shown
+
+
+def test_waiting_for_the_checkpoint_of_the_step_before_is_time_of_the_step_in_hand() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream=stream, clock=clock)
+    progress.start("demo", steps=3)
+    for step in (1, 2):
+        progress.stage(step, "plan")
+        clock.now += 10
+        progress.stage(step - 1, "checkpoint")
+        clock.now += 2
+        progress.stage(step, "update")
+        progress.step_done(step, {SECONDS: 12.0})
+    assert progress.seconds_left() == 12

@@ -164,7 +164,7 @@ def test_unknown_names_are_refused_wherever_they_come_from(tmp_path):
         ("training.learning_rate=inf", "expected a number of at least 0"),
         ("training.ema_decay=1", "expected a number of at least 0 and less than 1, or none"),
         ("rollout.group_size=0", "expected a whole number of at least 1"),
-        ("reward.failure=zero", "expected one of 'mask', 'fail'"),
+        ("reward.failure=zero", "expected one of 'mask', 'drop', 'fail'"),
         ("sampler.sde_window_range=[1]", "sampler.sde_window_range"),
         ("sampler.sde_window_range=3", "expected a list of 2 numbers, or none"),
         ("run=3", "run is 3 (--set run=3): expected a table of settings"),

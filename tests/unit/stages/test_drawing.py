@@ -56,8 +56,8 @@ def store(tmp_path: Path) -> RunStore:
 def drawn(store: RunStore, pool: Pool) -> list[str]:
     session = SimpleNamespace(config=SETTINGS, store=store, actors=pool)
     attempt = store.attempt(1, "rollout", "key")
-    files, _ = draw(session, attempt, *planned(), version=0, validate=False)  # type: ignore[arg-type]
-    return [file.name for file in files]
+    done = draw(session, attempt, *planned(), version=0, validate=False)  # type: ignore[arg-type]
+    return [file.name for file in done.files]
 
 
 def failing(error: VerlOmniError | Callable[[], VerlOmniError | None]) -> Client:

@@ -10,7 +10,7 @@ from tests.unit.training import tiny
 from verl_omni_core.errors import ConfigError, ContractError, StoreError
 from verl_omni_core.stages import export as stage
 from verl_omni_core.stages.export import export
-from verl_omni_core.stages.trained import _spans, find_weights
+from verl_omni_core.stages.trained import find_weights, spans
 from verl_omni_core.training import export as writing
 from verl_omni_core.weights.filesystem import read_update
 
@@ -39,8 +39,8 @@ def test_weights_that_are_not_there_are_answered_with_those_that_are(store):
         find_weights(store, "other")
 
 
-def test_steps_are_told_as_spans():
-    assert _spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+def test_steps_are_told_asspans():
+    assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
 def test_an_adapter_is_written_as_trained_with_a_record_of_its_origin(store, weights, tmp_path):

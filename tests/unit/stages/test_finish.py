@@ -1,10 +1,10 @@
-"""The time that a run took."""
+"""The time that a run took, and its end."""
 
 import json
 from datetime import datetime
 
 from tests.unit.stages import owned_run
-from verl_omni_core.stages.finish import seconds_worked
+from verl_omni_core.stages.finish import STAGE, SUMMARY, finished_summary, seconds_worked
 from verl_omni_core.stages.session import let_go
 
 
@@ -36,3 +36,13 @@ def test_time_counts_from_taking_a_run_to_its_owners_last_commit_and_not_between
     now = datetime.fromisoformat(at("4T08:02:00"))
     assert seconds_worked(session, now) == 10 * 60 + 0.5 + 2 * 60
     let_go(session.ref.root)
+
+
+def test_a_run_is_finished_with_the_steps_under_which_its_summary_is_committed(tmp_path):
+    config = owned_run.make(tmp_path)
+    session = owned_run.take(config)
+    attempt = session.store.attempt(3, STAGE, "key")
+    attempt.commit([attempt.write_file(SUMMARY, b"Run: short")], rows=3, parents=[], producer={})
+    owned_run.leave(session)
+    assert finished_summary(session.root, 3) == "Run: short"
+    assert finished_summary(session.root, 4) is None

@@ -35,13 +35,16 @@ def logged(session, step, sources):
 
 def test_a_step_is_timed_by_the_wall_from_plan_to_log_without_what_stands_beside_it(config):
     session = owned_run.take(config)
-    sources = owned_run.commit_rollout(session, 1, version=0) + owned_run.commit_rest(session, 1, REWARDS)
-    begun = session.begins[1]["plan"] = time.perf_counter() - 100
-    session.spans[1] = {"plan": 1.0, "rollout": 40.0, "update": 29.0, "checkpoint": 5.0, "validate": 12.0, "preview": 3}
-    found = logged(session, 1, sources)
+    sources = owned_run.commit_rollout(session, 2, version=1) + owned_run.commit_rest(session, 2, REWARDS)
+    begun = session.begins[2]["plan"] = time.perf_counter() - 100
+    session.spans[1] = {"checkpoint": 4.0}  # of the step before, waited for in this one
+    session.spans[2] = {"plan": 1.0, "rollout": 40.0, "update": 29.0, "validate": 12.0, "preview": 3}
+    session.spans[2]["begin_checkpoint"] = 1.0
+    found = logged(session, 2, sources)
     assert 80 <= found["perf/time_per_step"] <= time.perf_counter() - begun - 20
     assert found["flow/overhead_s"] == pytest.approx(found["perf/time_per_step"] - 70)
     assert found["perf/throughput"] == owned_run.SAMPLES / (found["perf/time_per_step"] * owned_run.GPUS)
+    assert (found["timing_s/save_checkpoint"], found["timing_s/copy_checkpoint"]) == (4, 1)
     assert found["timing_s/step"] == found["perf/time_per_step"]
     assert (found["timing_s/gen"], found["timing_s/testing"], found["timing_s/update_actor"]) == (40, 12, 29)
     assert found["timing_per_image_ms/gen"] == 10_000

@@ -8,9 +8,9 @@ import pytest
 
 from verl_omni_core.errors import FencedError, StoreError
 from verl_omni_core.store.artifacts import RunStore
-from verl_omni_core.store.attempt import REJECTED
 from verl_omni_core.store.lease import take_ownership
 from verl_omni_core.store.manifest import ArtifactRef
+from verl_omni_core.store.places import REJECTED
 from verl_omni_core.store.rejection import reject
 
 

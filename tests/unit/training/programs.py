@@ -10,8 +10,13 @@ import torch
 
 from tests.unit.training import tiny
 from verl_omni_core.training import ranks as ranks_module
+from verl_omni_core.training import sharding
+from verl_omni_core.training.background import SnapshotWriter
 from verl_omni_core.training.ranks import Ranks
+from verl_omni_core.training.snapshot import state_of
 
+KINDS = {"lora": 4, "full": 0}
+"""What trains, and the rank of its adapter."""
 ROWS_OF = {1: [list(range(tiny.ROWS))], 2: [list(range(7)), list(range(7, tiny.ROWS))]}
 
 
@@ -64,7 +69,7 @@ def everything(ranks: Ranks, pipeline: str, folder: str, resumes: bool) -> dict[
     results["adapters"] = _adapters(ranks, pipeline)
     results["checkpoint"] = _checkpoints(ranks, pipeline, Path(folder))
     if resumes:
-        results["resumed"] = resume(ranks, pipeline, f"{folder}/lora-1", 4)[1]
+        results["resumed"] = {kind: resume(ranks, pipeline, f"{folder}/{kind}-1", KINDS[kind])[1] for kind in KINDS}
     return results
 
 
@@ -104,15 +109,30 @@ def _adapters(ranks: Ranks, pipeline: str) -> Any:
 
 
 def _checkpoints(ranks: Ranks, pipeline: str, folder: Path) -> dict[str, Any]:
+    """Snapshots that are written while the next step is made, over a group of their own."""
     results = {}
-    for kind, rank in (("lora", 4), ("full", 0)):
+    for kind, rank in KINDS.items():
         made = tiny.engine(pipeline, rank=rank, ranks=ranks, micro_batch=4, learning_rate=1e-3, ema_decay=0.9)
         tiny.stir(made)
         batch = tiny.take(tiny.batch(pipeline), ROWS_OF[ranks.size][ranks.rank])
         one_step(made, batch)
-        made.save_checkpoint(folder / f"{kind}-{ranks.size}", {"version": 1})
+        writer, place = SnapshotWriter(ranks, 60), folder / f"{kind}-{ranks.size}"
+        writer.begin(made, place, {"version": 1})
         results[kind] = one_step(made, batch)
+        writer.finish(place, 60)
+        writer.close()
     return results
+
+
+def carry(ranks: Ranks, pipeline: str, source: str, target: str) -> dict[str, Any]:
+    """Load the checkpoints of ``source``, return what they hold, and write them again into ``target``."""
+    found = {}
+    for kind, rank in KINDS.items():
+        made = tiny.engine(pipeline, rank=rank, ranks=ranks, micro_batch=4, learning_rate=1e-3, ema_decay=0.9)
+        extra = made.load_checkpoint(f"{source}/{kind}-2")
+        made.save_checkpoint(f"{target}/{kind}-2", extra)
+        found[kind] = {name: sharding.full(tensor) for name, tensor in state_of(made)[0].items()}
+    return found
 
 
 def one_step(made: Any, batch: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from tests.unit.training import programs, tiny
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.training import checkpoint
 from verl_omni_core.training.engine import Counters
+from verl_omni_core.training.snapshot import state_of
 from verl_omni_core.workers.training_worker import TrainingWorker
 
 
@@ -45,7 +46,7 @@ def test_an_unfinished_checkpoint_is_none(pipeline, saved):
 @pytest.mark.parametrize(
     "settings,message",
     [
-        ({"rank": 2}, "r = 4, this trainer has r = 2"),
+        ({"rank": 2}, "r = 4 there, this trainer has r = 2"),
         ({"rank": 0}, "this trainer has adapters = None"),
         ({"targets": ["attn.to_q"]}, "target_modules"),
         ({"ema_decay": None}, "training.ema_decay must be set"),
@@ -56,12 +57,29 @@ def test_a_checkpoint_of_another_policy_is_refused_with_the_difference(pipeline,
     _refused(pipeline, saved, ConfigError, message, **settings)
 
 
+def test_every_difference_is_told_at_once_and_what_helps(pipeline, saved):
+    made = tiny.engine(pipeline, rank=2, targets=["attn.to_q"], optimizer="sgd", ema_decay=None)
+    with pytest.raises(ConfigError) as refusal:
+        made.load_checkpoint(saved)
+    text = str(refusal.value)
+    assert all(word in text for word in ("r = 4", "target_modules", "'adamw'", "ema_decay", "verl-omni export RUN"))
+    assert f"torch {torch.__version__}" in text
+
+
+def test_a_checkpoint_of_a_network_of_another_size_is_refused_by_the_name_of_what_differs(pipeline, saved):
+    index = json.loads((saved / checkpoint.INDEX_FILE).read_text())
+    assert index["network"]["num_layers"] == 2
+    index["network"]["num_layers"] = 24
+    (saved / checkpoint.INDEX_FILE).write_text(json.dumps(index))
+    _refused(pipeline, saved, ConfigError, "num_layers = 24 there, this trainer has num_layers = 2")
+
+
 def test_what_is_written_is_compared_with_what_is_read_back(pipeline, tmp_path, monkeypatch):
     made = tiny.engine(pipeline)
     real = checkpoint._read
 
-    def lies(engine, folder, into):
-        real(engine, folder, into)
+    def lies(folder, into, group):
+        real(folder, into, group)
         next(iter(into.values())).view(-1)[0] += 1
 
     monkeypatch.setattr(checkpoint, "_read", lies)
@@ -74,15 +92,15 @@ def test_what_is_written_is_read_back_in_portions_that_fit_beside_the_model(pipe
     made = tiny.engine(pipeline, ema_decay=0.9)
     real, portions = checkpoint._read, []
 
-    def reads(engine, folder, into):
+    def reads(folder, into, group):
         portions.append({name: tensor.nbytes for name, tensor in into.items()})
-        real(engine, folder, into)
+        real(folder, into, group)
         if last in into:
             into[last].view(-1)[0] += 1
 
     monkeypatch.setattr(checkpoint, "_read", reads)
     monkeypatch.setattr(checkpoint, "COMPARED_BYTES", 4000)
-    names = list(checkpoint._tensors(made)[0])
+    names = list(state_of(made)[0])
     last = None
     made.save_checkpoint(tmp_path / "whole")
     assert [name for portion in portions for name in portion] == names

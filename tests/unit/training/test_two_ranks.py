@@ -124,8 +124,18 @@ def test_one_rank_goes_on_from_its_own_checkpoint_bit_by_bit(one, pipeline, chec
             assert torch.equal(found[part][name], tensor)
 
 
-def test_two_ranks_go_on_from_a_checkpoint_of_one(one, two):
-    _same_step(two[0]["resumed"], one["checkpoint"]["lora"])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_two_ranks_go_on_from_a_checkpoint_of_one(one, two, kind):
+    _same_step(two[0]["resumed"][kind], one["checkpoint"][kind])
+
+
+def test_a_state_of_two_ranks_is_the_same_bit_by_bit_on_one_and_then_on_two(two, pipeline, checkpoints):
+    alone = programs.carry(Ranks(), str(pipeline), str(checkpoints), str(checkpoints / "carried"))
+    places = {"source": str(checkpoints / "carried"), "target": str(checkpoints / "back")}
+    for found in run_ranks("carry", 2, checkpoints / "carry", pipeline=str(pipeline), **places):
+        for kind, tensors in alone.items():
+            assert found[kind].keys() == tensors.keys()
+            assert all(torch.equal(found[kind][name], tensor) for name, tensor in tensors.items())
 
 
 def _same_step(found, expected):

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import logging
 import os
 import time
@@ -15,6 +14,7 @@ import torch
 
 from verl_omni_core import errors
 from verl_omni_core.errors import ConfigError, ContractError, DeadlineError, EngineError, VerlOmniError
+from verl_omni_core.given_files import json_object
 from verl_omni_core.rollout import _weights
 from verl_omni_core.rollout._contract import (
     DiffusionOutput,
@@ -336,8 +336,10 @@ def clamped_batch(architecture: str, max_batch: int) -> int:
 
 def _architecture(path: str) -> str:
     try:
-        return json.loads(Path(path, "model_index.json").read_text())["_class_name"]
-    except (OSError, KeyError, ValueError) as error:
+        return json_object(Path(path, "model_index.json"))["_class_name"]
+    except ConfigError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    except (OSError, KeyError) as error:
         raise ConfigError(
             f"model.path {path!r} is no pipeline folder ({error!r}); give one in diffusers format"
         ) from None

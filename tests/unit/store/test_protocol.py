@@ -1,0 +1,248 @@
+"""Two writers commit, append, crash, take over and come back in any order, and the store keeps its promises."""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from tests.object_store import machine
+from verl_omni_core.errors import FencedError
+from verl_omni_core.store import lease, remote_lease, runs
+from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.attempt import Attempt
+from verl_omni_core.store.lease import Ownership, take_ownership
+from verl_omni_core.store.ledger import Ledger
+from verl_omni_core.store.manifest import ArtifactRef, FileRecord
+from verl_omni_core.store.places import remote_of
+
+STAGES = ((1, "rollout"), (1, "reward"))
+WRITERS = st.integers(0, 1)
+STAGE = st.sampled_from(STAGES)
+
+
+@dataclass
+class Try:
+    """An attempt of a writer, and the files it will commit."""
+
+    attempt: Attempt
+    files: list[FileRecord] = field(default_factory=list)
+
+
+@dataclass
+class Writer:
+    """A process with its own handles; they stay usable after it lost the run, as those of a zombie are."""
+
+    root: Path
+    own: Ownership | None = None
+    store: RunStore | None = None
+    ledger: Ledger | None = None
+    tries: list[Try] = field(default_factory=list)
+
+    @property
+    def epoch(self) -> int:
+        return self.store.epoch if self.store else 0
+
+
+class Protocol(RuleBasedStateMachine):
+    """What two writers may do, beside a model of what must come of it."""
+
+    roots: Callable[[], tuple[Path, Path]]
+    """Makes a run and returns its folder as each of the writers has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writers = [Writer(root) for root in type(self).roots()]
+        self.is_remote = remote_of(self.writers[0].root) is not None
+        self.epoch = 0
+        self.holder: Writer | None = None  # of the newest epoch, unless it was released
+        self.crashed = False
+        self.committed: dict[tuple[int, str], ArtifactRef] = {}
+        self.shards: dict[tuple[int, str], set[int]] = {stage: set() for stage in STAGES}
+        self.ledger: list[int] = []  # epoch of each record
+        self.seen = {id(writer): 0 for writer in self.writers}  # records when the writer's ledger was opened
+
+    def teardown(self) -> None:
+        for writer in self.writers:
+            if writer.own is not None:
+                writer.own.release()
+        for writer in self.writers:
+            store = RunStore(writer.root)
+            for ref in self.committed.values():
+                store.verify(ref)
+            for (step, stage), numbers in self.shards.items():
+                if (step, stage) not in self.committed:
+                    assert numbers <= store.finished_shards(step, stage, "k").keys()
+
+    def refuses(self, writer: Writer, expired: bool) -> bool:
+        if self.holder is None or (self.holder is writer and writer.own is None):
+            return False
+        return not expired if self.is_remote else not self.crashed
+
+    @rule(number=WRITERS, expired=st.booleans())
+    def take(self, number: int, expired: bool) -> None:
+        writer = self.writers[number]
+        if writer.own is not None:
+            return
+        margin = mock.patch.object(remote_lease, "MARGIN_S", -1e6 if expired else 1e6)
+        with margin, mock.patch.object(lease, "_LOCK_RETRY_S", 0.0):  # nobody glances at the lock here
+            if self.refuses(writer, expired):
+                with pytest.raises(FencedError, match=r"is owned by writer"):
+                    take_ownership(writer.root, f"writer {number}")
+                return
+            writer.own = take_ownership(writer.root, f"writer {number}")
+        self.epoch += 1
+        assert writer.own.epoch == self.epoch
+        self.holder, self.crashed = writer, False
+        writer.store, writer.ledger = (
+            RunStore(writer.root, epoch=self.epoch),
+            Ledger(writer.root, epoch=self.epoch),
+        )
+        self.seen[id(writer)] = len(writer.ledger.records())
+
+    @rule(number=WRITERS, by_crash=st.booleans())
+    def let_go(self, number: int, by_crash: bool) -> None:
+        writer = self.writers[number]
+        if writer.own is None:
+            return
+        is_holder = writer.own.epoch == self.epoch
+        if by_crash:
+            crash(writer.own)
+        else:
+            writer.own.release()
+        writer.own = None
+        if is_holder:
+            self.crashed = by_crash
+            self.holder = writer if by_crash else None
+
+    @rule(number=WRITERS, stage=STAGE)
+    def begin(self, number: int, stage: tuple[int, str]) -> None:
+        writer = self.writers[number]
+        if writer.store is None:
+            return
+        if writer.epoch < self.epoch:
+            with pytest.raises(FencedError):
+                writer.store.attempt(*stage, "k")
+            return
+        writer.tries.append(Try(writer.store.attempt(*stage, "k")))
+
+    @rule(number=WRITERS, shard=st.integers(0, 2))
+    def finish_shard(self, number: int, shard: int) -> None:
+        current = [each for each in self.writers[number].tries if each.attempt.epoch == self.epoch]
+        if not current or any(file.name == f"{shard}.bin" for file in current[-1].files):
+            return
+        file = current[-1].attempt.write_file(f"{shard}.bin", b"%d" % shard)
+        assert current[-1].attempt.finish_shard(shard, [file]).files == (file,)
+        current[-1].files.append(file)
+        self.shards[current[-1].attempt.step, current[-1].attempt.stage].add(shard)
+
+    @rule(number=WRITERS)
+    def adopt(self, number: int) -> None:
+        current = [each for each in self.writers[number].tries if each.attempt.epoch == self.epoch and not each.files]
+        stages = {(each.attempt.step, each.attempt.stage): each for each in current}
+        for stage, each in stages.items():
+            if stage in self.committed:
+                continue
+            found = self.writers[number].store.finished_shards(*stage, "k")
+            assert self.shards[stage] <= found.keys()
+            each.files = [file for record in found.values() for file in each.attempt.adopt(record).files]
+
+    @rule(number=WRITERS)
+    def commit(self, number: int) -> None:
+        if not self.writers[number].tries:
+            return
+        each = self.writers[number].tries.pop()
+        stage = (each.attempt.step, each.attempt.stage)
+
+        def act() -> ArtifactRef:
+            return each.attempt.commit(each.files, rows=len(each.files), parents=[], producer={})
+
+        if each.attempt.epoch < self.epoch:
+            with pytest.raises(FencedError):
+                act()
+            return
+        ref = act()
+        assert ref == self.committed.setdefault(stage, ref)
+        assert act() == ref if ref.attempt == each.attempt.name else not each.attempt.folder.exists()
+
+    @rule(number=WRITERS)
+    def append(self, number: int) -> None:
+        writer = self.writers[number]
+        if writer.ledger is None:
+            return
+        if writer.epoch < self.epoch or self.seen[id(writer)] < len(self.ledger):
+            with pytest.raises(FencedError):
+                writer.ledger.append({"writer": number})
+            return
+        self.ledger.append(writer.epoch)
+        self.seen[id(writer)] += 1
+        assert writer.ledger.append({"writer": number}) == len(self.ledger)
+
+    @precondition(lambda self: self.epoch > 1)
+    @rule(number=WRITERS)
+    def sweep(self, number: int) -> None:
+        writer = self.writers[number]
+        if writer.store is None:
+            return
+        if writer.epoch < self.epoch:
+            with pytest.raises(FencedError):
+                writer.store.sweep()
+            return
+        writer.store.sweep()
+
+    @invariant()
+    def every_stage_has_the_one_commit_that_it_got_first(self) -> None:
+        for stage in STAGES:
+            assert {RunStore(writer.root).find(*stage) for writer in self.writers} == {self.committed.get(stage)}
+
+    @invariant()
+    def the_ledger_has_every_record_in_order_without_gaps_and_epochs_never_go_back(self) -> None:
+        assert self.ledger == sorted(self.ledger)
+        for writer in self.writers:
+            records = Ledger(writer.root).records()
+            assert [record["sequence"] for record in records] == list(range(1, len(self.ledger) + 1))
+            assert [record["fence_epoch"] for record in records] == self.ledger
+
+
+def crash(own: Ownership) -> None:
+    """Leave a run as a killed process does: its lock is gone, its lease is not renewed and not given back."""
+    if own._heartbeat is not None:
+        own._heartbeat._stop.set()
+        own._heartbeat = None
+    own._close()
+
+
+def in_a_folder(base: Path) -> tuple[Path, Path]:
+    root = runs.create_run(base / uuid.uuid4().hex, {}, code_version="1", run_id="r").root
+    return root, root
+
+
+def in_an_object_store(base: Path, uri: str) -> tuple[Path, Path]:
+    name = uuid.uuid4().hex
+    address = uri.replace("?", f"/{name}?")
+    root = runs.create_run(machine(base / "a", address), {}, code_version="1", run_id="r").root
+    return root, runs.open_run(machine(base / "b", address), "r").root
+
+
+def in_any_order(roots: Callable[[], tuple[Path, Path]], *, examples: int, steps: int) -> None:
+    kind = type("Protocol", (Protocol,), {"roots": staticmethod(roots)})
+    chosen = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(kind, settings=chosen)
+
+
+def test_two_writers_in_any_order_keep_the_protocol_in_a_folder(tmp_path):
+    in_any_order(lambda: in_a_folder(tmp_path), examples=30, steps=40)
+
+
+def test_two_writers_in_any_order_keep_the_protocol_in_an_object_store(tmp_path, uri):
+    in_any_order(lambda: in_an_object_store(tmp_path, uri), examples=8, steps=20)

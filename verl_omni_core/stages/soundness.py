@@ -1,0 +1,37 @@
+"""What a run that is resumed stands on, looked at before anything starts. Reads little, changes nothing."""
+
+from verl_omni_core.errors import StoreError
+from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
+from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.ledger import Ledger
+from verl_omni_core.store.runs import RunFolder, steps_done
+from verl_omni_core.training.checkpoint import INDEX_FILE
+from verl_omni_core.training.outline import refuse_other_network
+
+
+def refuse_unsound(folder: RunFolder, config: RunConfig) -> None:
+    """Refuse a run whose ledger has gaps, whose newest steps are damaged, or whose checkpoint is of another network.
+
+    Raises:
+        StoreError: the ledger or a committed stage of the newest steps is damaged. ConfigError: the newest readable
+            checkpoint cannot be loaded with these settings.
+    """
+    store, done = RunStore(folder.root), steps_done(folder.root)
+    Ledger(folder.root).check_complete(done)
+    for step in (done, done + 1):
+        stages = folder.root / "steps" / f"{step:06d}"
+        for stage in sorted(stages.iterdir()) if stages.is_dir() else ():
+            ref = store.find(step, stage.name)
+            # a damaged checkpoint is passed over for the one before it
+            if ref is not None and stage.name != CHECKPOINT:
+                store.manifest(ref)
+    for step in reversed(store.steps()):
+        try:
+            ref = store.find(step, CHECKPOINT) if step <= done else None
+            path = None if ref is None else store.path_of(ref, INDEX_FILE)
+            if path is not None:
+                refuse_other_network(path.parent, config)
+                return
+        except StoreError:
+            continue  # whoever restores from it says so, and takes the one before
