@@ -8,7 +8,7 @@ from tests.workers import committed_step
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import checkpoint
 from verl_omni_core.stages.opening import restore
-from verl_omni_core.stages.schedule import checkpoint_due, snapshot_due
+from verl_omni_core.stages.schedule import snapshot_due
 from verl_omni_core.stages.session import RunRef, Session, let_go, register
 from verl_omni_core.stages.snapshot import begin_checkpoint
 from verl_omni_core.stages.sync import AVERAGE, POLICY, weights_artifact
@@ -75,8 +75,7 @@ class TrainedRun:
         if snapshot_due(self.config, step - 1):
             checkpoint(session.ref, step - 1)
         self.update(session, step)
-        if checkpoint_due(self.config, step):
-            begin_checkpoint(session.ref, step)
+        begin_checkpoint(session.ref, step)
 
     def train(self, session: Session, last: int = STEPS) -> dict[int, tuple[str, str]]:
         """Train from where the trainer stands; return the checksums of policy and average after each step."""
