@@ -72,6 +72,7 @@ def set_aside(session: Session, step: int, reason: str, request: str | None = No
     plan = {"id": uuid.uuid4().hex, "to_version": step, "last": max(last, step), "reason": reason, "request": request}
     create_whole(session.root / MARKER, json.dumps(plan).encode())
     finish_rewind(session.store, session.ledger)
+    session.tracker.gone_back(step)
     session.folder().write_progress(status="running", step=step)
 
 

@@ -30,6 +30,8 @@ class Tracker(Protocol):
 
     def image(self, step: int, name: str, data: bytes) -> None: ...
 
+    def gone_back(self, step: int) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -40,6 +42,9 @@ class NoTracker:
         return None
 
     def image(self, step: int, name: str, data: bytes) -> None:
+        return None
+
+    def gone_back(self, step: int) -> None:
         return None
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ def settings(store: Path, pipeline: Path, **groups: dict[str, Any]) -> RunConfig
     values["data"] |= {"prompts_per_step": 2}
     values["rollout"] |= {"group_size": 5}
     values["training"] |= {"prompts_per_update": 1, "schedule": "cosine"}
+    values["tracking"] |= {"tensorboard": False}
     values["algorithm"] |= {"max_ratio_deviation": None}  # every step's samples here are the base's
     for group, changes in groups.items():
         values[group] |= changes
