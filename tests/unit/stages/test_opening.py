@@ -236,6 +236,19 @@ def test_a_step_that_there_is_not_is_refused_and_nothing_changes(tmp_path, train
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_step_that_can_be_neither_loaded_nor_replayed_is_refused_before_anything_changes(
+    tmp_path, trainer, monkeypatch
+):
+    root = _run_of_three_steps(tmp_path, monkeypatch)
+    for step in (1, 2):
+        next(root.glob(f"steps/{step:06d}/checkpoint/attempts/*/{INDEX_FILE}")).unlink()
+    (root / "steps/000001/update/COMMIT").unlink()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"of step 0, and the batches of steps 1 to 1.*a checkpoint: 3$"):
+        open_run(_settings(tmp_path, "run.id=a", "run.resume=2"))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_a_machine_whose_time_has_ended_starts_nothing(tmp_path, trainer):
     with pytest.raises(ConfigError, match="which has passed"):
         open_run(_settings(tmp_path, "run.id=a", "run.end_by=2020-01-01T00:00:00Z"))
