@@ -188,7 +188,7 @@ def resumed(config: RunConfig, request: str | None = None) -> runs.RunFolder | N
             "run.resume is disable; give run.id another value, or set run.resume=auto to go on with it"
         )
     if isinstance(resume, int):
-        refuse_step(folder.root, resume)
+        refuse_step(folder.root, resume, request)
     return folder
 
 
