@@ -66,6 +66,16 @@ def test_a_fork_with_another_learning_rate_trains_other_weights_from_the_same_st
     assert own[2, "sync"] == parents[2, "sync"] and own[3, "sync"] != parents[3, "sync"]
 
 
+def test_a_fork_of_a_fork_trains_what_the_first_run_did(trained, pipeline, monkeypatch):
+    between = fork("parent", store=trained, step=1)
+    go_on(between, pipeline, monkeypatch)
+    for step in (1, 2):  # the snapshot that it took over, and one of its own
+        made = fork(between.run.run_id, store=trained, step=step)
+        own, parents = go_on(made, pipeline, monkeypatch), checksums(trained / "parent")
+        assert own == {key: parents[key] for key in own} and (STEPS, "sync") in own
+        assert str(made.lineage) == f"{between.run.run_id}@{step}"
+
+
 def test_a_fork_starts_at_the_newest_snapshot_and_says_where_it_comes_from(trained):
     made = fork("parent", store=trained, new_id="child", overrides=["training.learning_rate=1e-2", "run.steps=9"])
     again = runs.open_run(trained, "child")

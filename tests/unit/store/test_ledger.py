@@ -4,7 +4,7 @@ import json
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.store.processes import LIMIT_S, answers, kill_after, start
@@ -166,3 +166,24 @@ def test_after_any_steps_and_rewinds_each_step_up_to_the_present_one_stands_once
     assert [(r["step"], r["minibatch"]) for r in kept] == [(s, half) for s in range(1, present + 1) for half in (0, 1)]
     newest = {(r["step"], r["minibatch"]): r["made"] for r in records if r["kind"] == "opt"}
     assert all(r["made"] == newest[r["step"], r["minibatch"]] for r in kept)
+
+
+@given(count=st.integers(1, 8), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_record_that_is_missing_is_told_without_reading_the_others(tmp_path_factory, count, data):
+    lost = data.draw(st.sets(st.integers(1, count)))
+    root = tmp_path_factory.mktemp("run")
+    ledger = Ledger(root)
+    for step in range(1, count + 1):
+        ledger.append({"step": step})
+    paths = {number: root / "ledger" / f"{number:012d}.json" for number in range(1, count + 1)}
+    for number in lost:
+        paths[number].unlink()
+    left = sorted(set(paths) - lost)
+    for number in left[:-1]:
+        paths[number].write_text("not read")
+    if not left or not lost:  # a ledger without any record is that of a run that keeps none
+        Ledger(root).check_complete(count)
+        return
+    with pytest.raises(StoreError, match=f"lacks record {min(lost)} of|ends with step {left[-1]}, but the update of"):
+        Ledger(root).check_complete(count)
