@@ -9,7 +9,7 @@ class RetentionSettings(Settings):
     """How much of old steps stays on the disk.
 
     What replay needs after the newest verified snapshot stays in any case, as do manifests, prompts, requests, rewards,
-    advantages, metrics, the ledger, and the weights that validation judged.
+    advantages, metrics, the ledger, and the weights that validation judged or that training began with.
     """
 
     trajectory_steps: int | None = Field(
@@ -28,5 +28,6 @@ class RetentionSettings(Settings):
     weight_steps: int | None = Field(
         None,
         ge=1,
-        description="Newest steps that keep the weights of their sync, besides those with a validation; none: all.",
+        description="Newest steps that keep the weights of their sync, besides those with a validation and the "
+        "multiples of run.checkpoint_every; none: all.",
     )

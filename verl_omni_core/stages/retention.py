@@ -132,10 +132,11 @@ class Policy:
 
     def weights(self, step: int) -> Found:
         """Return what goes of a step's weights once they may."""
-        found = Found()
-        if self.store.find(step, VALIDATE) is None:
-            for stage in WEIGHTS.values():
-                found = self._add(found, step, stage, "weight_steps", lambda file: True)
+        every, found = self.config.run.checkpoint_every, Found()
+        if (every and step % every == 0) or self.store.find(step, VALIDATE) is not None:
+            return found
+        for stage in WEIGHTS.values():
+            found = self._add(found, step, stage, "weight_steps", lambda file: True)
         return found
 
     def snapshots(self, steps: Iterable[int]) -> tuple[list[Removal], int]:

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from verl_omni_core import given_files
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.rollout._contract import WeightUpdate
+from verl_omni_core.store.durable_files import check_free, storage_errors
 
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _FULL = "diffusion_pytorch_model.safetensors"
@@ -18,13 +20,27 @@ def write_update(folder: str | Path, update: WeightUpdate) -> list[Path]:
     """Write the tensors, and for an adapter its peft config, into ``folder``; returns the files.
 
     An adapter's folder loads with ``PeftModel.from_pretrained``.
+
+    Raises:
+        StoreError: the disk has no room for them, or fills up meanwhile.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    check_free(folder, sum(tensor.nbytes for tensor in update.tensors.values()))
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return _write(folder, update)
+
+
+def _write(folder: Path, update: WeightUpdate) -> list[Path]:
     prefix = _PEFT_PREFIX if update.kind == "lora" else ""
     tensors = {prefix + name: tensor.detach().cpu().contiguous() for name, tensor in update.tensors.items()}
     weights = folder / (_ADAPTER if update.kind == "lora" else _FULL)
-    save_file(tensors, weights)
+    try:
+        save_file(tensors, weights)
+    except SafetensorError as error:  # of a full disk, too
+        raise StoreError(
+            f"cannot write {weights}: {error}; free some space and start again, finished stages are kept"
+        ) from error
     if update.kind != "lora":
         return [weights]
     config = folder / _ADAPTER_CONFIG

@@ -5,13 +5,16 @@ import time
 import pytest
 
 from tests.unit.stages import owned_run
+from verl_omni_core.errors import StoreError
 from verl_omni_core.metrics.names import metric_of
 from verl_omni_core.rewards._contract import Score
+from verl_omni_core.settings.retention import RetentionSettings
 from verl_omni_core.stages.log import log
 from verl_omni_core.stages.metric_table import metrics_of
 from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.session import let_go
 from verl_omni_core.stages.validate import held_out, score_held_out
+from verl_omni_core.store import index
 
 REWARDS = [1.0, 0.0, 0.5, None]
 
@@ -67,6 +70,25 @@ def test_a_process_that_did_not_see_the_step_begin_times_no_step(config):
     sources = owned_run.commit_rollout(session, 1, version=0) + owned_run.commit_rest(session, 1, REWARDS)
     session.begins.clear()
     assert "perf/time_per_step" not in logged(session, 1, sources)
+
+
+def test_a_step_that_is_logged_extends_the_index_and_lets_old_trajectories_go(config, monkeypatch):
+    monkeypatch.setattr(index, "STEPS", 2)
+    limits = config.durability.model_copy(update={"retention": RetentionSettings(trajectory_steps=1)})
+    session = owned_run.take(config.model_copy(update={"durability": limits}))
+    for step in (1, 2, 3):
+        sources = owned_run.commit_rollout(session, step, version=step - 1)
+        sources += owned_run.commit_rest(session, step, REWARDS)
+        if step < 3:
+            attempt = session.store.attempt(step, "checkpoint", "key")
+            attempt.commit([attempt.write_file("state", b"moments")], rows=1, parents=[], producer={})
+        logged(session, step, sources)
+    assert index.newest_block(session.store).last == 2
+    for step in (1, 2):
+        with pytest.raises(StoreError, match=r"deleted by retention .*trajectory_steps = 1"):
+            session.store.table(session.store.find(step, "rollout"), "trajectories")
+    assert session.store.table(session.store.find(3, "rollout"), "trajectories").num_rows == owned_run.SAMPLES
+    assert index.finished_steps(session.store) == 3
 
 
 def test_samples_of_an_older_policy_show_their_age(config):
