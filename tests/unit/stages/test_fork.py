@@ -12,7 +12,7 @@ from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.stages import fork as fork_module
 from verl_omni_core.stages.fork import Forked, fork
 from verl_omni_core.stages.session import let_go
-from verl_omni_core.store import attempt, runs
+from verl_omni_core.store import runs, trusted
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.training.checkpoint import INDEX_FILE
@@ -177,7 +177,7 @@ def test_a_damaged_snapshot_is_not_taken_over(trained, tmp_path):
     flipped = bytearray(tensors.read_bytes())
     flipped[-1] ^= 1
     tensors.write_bytes(flipped)
-    attempt._trusted.clear()
+    trusted._trusted.clear()
     before = tree(tmp_path / "parent")
     with pytest.raises(StoreError, match=f"{tensors.name}.*sha256"):
         fork("parent", store=tmp_path)

@@ -17,7 +17,7 @@ from verl_omni_core.stages.opening import open_run, restore
 from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.session import let_go, session_of
 from verl_omni_core.stages.subjects import Evaluation
-from verl_omni_core.store import runs
+from verl_omni_core.store import runs, trusted
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import is_owned, take_ownership
 from verl_omni_core.training.checkpoint import INDEX_FILE
@@ -148,9 +148,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, tra
     flipped = bytearray(files[3].read_bytes())
     flipped[3] ^= 1
     files[3].write_bytes(flipped)
-    from verl_omni_core.store import attempt
 
-    attempt._trusted.clear()  # as in a new process
+    trusted._trusted.clear()  # as in a new process
     with caplog.at_level(logging.WARNING):
         open_run(_settings(tmp_path, "run.id=a"))
     let_go(str(root))
