@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni_core.errors import ConfigError, FencedError, StoreError
+from verl_omni_core.identity import digest
 from verl_omni_core.settings.check import check
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
@@ -21,7 +22,6 @@ from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import runs
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import Ownership, describe_holder, is_owned, take_ownership
-from verl_omni_core.training.checkpoint import INDEX_FILE
 from verl_omni_core.version import __version__
 from verl_omni_core.workers.actors import Actors
 
@@ -47,8 +47,10 @@ def open_run(config: RunConfig, origins: Mapping[str, str] | None = None) -> Run
         ConfigError, DataError: the settings cannot work; nothing was written. FencedError: somebody owns the run.
         StoreError: it is resumed with other training prompts.
     """
-    check(config)
-    folder = _folder(config)
+    folder = resumed(config)
+    if folder is None or folder.config_digest != digest(config.model_dump(mode="json")):
+        check(config)  # seconds that a run which goes on as it was need not spend again
+        folder = folder or _created(config)
     if config.run.id is None:
         config = config_of(folder)
     let_go(str(folder.root))
@@ -94,6 +96,8 @@ def restore(session: Session) -> None:
     trainer, store = session.actors.trainer, session.store
     if trainer.version() > 0:
         return
+    from verl_omni_core.training.checkpoint import INDEX_FILE  # late: it loads the training libraries
+
     done = runs.steps_done(session.root)
     for step in reversed(store.steps()):
         try:
@@ -151,11 +155,9 @@ def refuse_owned(folder: runs.RunFolder) -> None:
         )
 
 
-def _folder(config: RunConfig) -> runs.RunFolder:
+def _created(config: RunConfig) -> runs.RunFolder:
     settings = config.model_dump(mode="json")
-    return resumed(config) or runs.create_run(
-        config.run.store, settings, code_version=__version__, run_id=config.run.id
-    )
+    return runs.create_run(config.run.store, settings, code_version=__version__, run_id=config.run.id)
 
 
 def _refuse_other_settings(folder: runs.RunFolder, settings: Mapping[str, Any]) -> None:

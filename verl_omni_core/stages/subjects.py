@@ -10,7 +10,6 @@ from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.settings.check import check
 from verl_omni_core.settings.loader import apply_overrides, load, profile_names
 from verl_omni_core.settings.run import RunConfig
-from verl_omni_core.stages.export import RECORD
 from verl_omni_core.stages.trained import Network, TrainedWeights, config_of, find_weights
 from verl_omni_core.store import runs
 from verl_omni_core.weights.filesystem import read_update
@@ -124,6 +123,8 @@ def _of_adapter(folder: Path, base: bool) -> tuple[tuple[Subject, ...], dict[str
         update = read_update(folder, 1)
     except StoreError as error:
         raise ConfigError(f"--adapter: {error}") from error
+    from verl_omni_core.stages.export import RECORD  # late: it loads the libraries that exports are for
+
     record = folder / RECORD
     step = max(json.loads(record.read_text())["step"], 1) if record.is_file() else 1
     subject = Subject(f"adapter {folder}", step, str(folder))

@@ -33,6 +33,7 @@ from verl_omni_core.training.replay import Denoising
 from verl_omni_core.weights.checksum import checksum
 from verl_omni_core.weights.filesystem import write_update
 from verl_omni_core.workers.commands import (
+    CONTROL,
     InferCommand,
     ProbeCommand,
     RankState,
@@ -43,9 +44,6 @@ from verl_omni_core.workers.commands import (
 from verl_omni_core.workers.step_rows import StepRows
 from verl_omni_core.workers.training_worker import TrainingWorker, set_deterministic, vote
 from verl_omni_core.workers.update_records import answer, record, refuse_other_rows
-
-CONTROL = "control"
-"""Concurrency group of what is answered while the rank computes."""
 
 
 class ActorRolloutRefWorker:

@@ -11,6 +11,9 @@ from verl_omni_core.rollout._contract import SamplingParams
 from verl_omni_core.store.attempt import Attempt
 from verl_omni_core.store.manifest import ArtifactRef
 
+CONTROL = "control"
+"""Concurrency group of what a rank answers while it computes."""
+
 
 @dataclass(frozen=True)
 class UpdateCommand:
