@@ -23,7 +23,7 @@ from verl_omni_core.store.ledger import REWIND, Ledger, standing
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.places import REWIND_MARKER
 from verl_omni_core.store.rejection import reject_step
-from verl_omni_core.training.checkpoint import INDEX_FILE
+from verl_omni_core.training.checkpoint_files import INDEX_FILE
 
 logger = logging.getLogger(__name__)
 

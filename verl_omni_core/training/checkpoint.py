@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.store.durable_files import storage_errors
 from verl_omni_core.training import sharding
+from verl_omni_core.training.checkpoint_files import INDEX_FILE
 from verl_omni_core.training.ranks import Ranks, vote
 from verl_omni_core.training.snapshot import (
     Snapshot,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from verl_omni_core.training.outline import Outline
 
 FORMAT = 1
-INDEX_FILE = "checkpoint.json"
 _USE_ANOTHER = "restore it from a copy, or start the run again: it goes on from the checkpoint before"
 # one rank without a group is meant; for good, as filters that come and go are no matter for a thread
 warnings.filterwarnings("ignore", "torch.distributed is disabled")

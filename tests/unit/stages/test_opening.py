@@ -87,6 +87,14 @@ def test_a_run_that_was_started_without_a_name_is_resumed_by_the_one_that_it_got
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_settings_are_checked_when_a_run_is_made_or_changes_and_not_when_it_goes_on(tmp_path, trainer, monkeypatch):
+    checked: list[int] = []
+    monkeypatch.setattr(opening, "check", lambda config: checked.append(config.run.steps))
+    for steps in (3, 3, 5, 5, 3):
+        _opened(_settings(tmp_path, "run.id=a", f"run.steps={steps}"))
+    assert checked == [3, 5, 3]
+
+
 @pytest.mark.parametrize(
     "override",
     [
