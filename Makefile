@@ -1,6 +1,6 @@
 # Every target does all the set-up it needs; the second time that takes no time.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full check format docs clean
+.PHONY: help setup demo test test-full test-faults check format docs clean
 
 VENV ?= .venv
 PROFILE ?= glyph-flow_grpo-ocr-cpu
@@ -12,6 +12,7 @@ help:
 	@echo "make demo       set up, then train the embedded glyph model with OCR reward (15 minutes, no GPU needed)"
 	@echo "make test       set up, then run the tests at reduced scale"
 	@echo "make test-full  set up, then run the tests at full scale (hours)"
+	@echo "make test-faults  set up, then injects every fault of the suite and writes docs/faults.md (half an hour)"
 	@echo "make check      set up, then lint, type check and check the import rules"
 	@echo "make docs       set up, then write the generated pages of docs/"
 	@echo "make setup      only set up $(VENV)"
@@ -27,6 +28,9 @@ test: setup
 
 test-full: setup
 	@$(PYTEST) --timeout 14400
+
+test-faults: setup
+	@RECORD_FAULTS=1 $(PYTEST) -m faults tests/faults
 
 check: setup
 	@$(VENV)/bin/ruff check .

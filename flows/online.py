@@ -9,10 +9,10 @@ from tasks.reward import score
 from tasks.rollout import generate, plan_step
 from tasks.run import finish_run, finished_run, named_run, open_run, run_name, stop_run, stopped
 from tasks.update import estimate_advantages, evaluate_reference, recompute_old_log_probs, train_on
-from tasks.weights import begin_checkpoint, save_checkpoint, sync_weights
+from tasks.weights import save_checkpoint, sync_weights
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.ending import let_go_on_failure
-from verl_omni_core.stages.schedule import checkpoint_due, due, policy_version, snapshot_due
+from verl_omni_core.stages.schedule import due, policy_version, snapshot_due
 from verl_omni_core.stages.time_limit import has_time
 
 
@@ -50,8 +50,6 @@ def online(config: RunConfig, overrides: list[str] | None = None, origins: dict[
             if snapshot_due(config, step - 1):
                 save_checkpoint(run, step - 1)
             updated = train_on(run, step, samples, advantages, old, reference)
-            if checkpoint_due(config, step):
-                begin_checkpoint(run, step)
             if due(step, config.weights.sync_interval, config.run.steps):
                 sync_weights(run, step)
             if due(step, config.run.validate_every, config.run.steps):

@@ -3,7 +3,7 @@
 from prefect import task
 
 from tasks.settings import STAGE
-from verl_omni_core.stages import advantage, log_probs, update
+from verl_omni_core.stages import advantage, log_probs, snapshot, update
 from verl_omni_core.stages.session import RunRef
 from verl_omni_core.store.manifest import ArtifactRef
 
@@ -35,5 +35,7 @@ def train_on(
     old: ArtifactRef | None,
     reference: ArtifactRef | None,
 ) -> ArtifactRef:
-    """Take the step's optimizer steps."""
-    return update.update(run, step, samples, advantages, old, reference)
+    """Take the step's optimizer steps and begin to save what they made."""
+    updated = update.update(run, step, samples, advantages, old, reference)
+    snapshot.begin_checkpoint(run, step)
+    return updated

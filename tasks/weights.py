@@ -3,7 +3,7 @@
 from prefect import task
 
 from tasks.settings import RETRIED, STAGE
-from verl_omni_core.stages import checkpoint, snapshot, sync
+from verl_omni_core.stages import checkpoint, sync
 from verl_omni_core.stages.session import RunRef
 from verl_omni_core.store.manifest import ArtifactRef
 
@@ -12,12 +12,6 @@ from verl_omni_core.store.manifest import ArtifactRef
 def sync_weights(run: RunRef, step: int) -> ArtifactRef:
     """Bring every replica to the policy of ``step``."""
     return sync.sync(run, step)
-
-
-@task(name="begin_checkpoint", task_run_name="step-{step}/begin_checkpoint", **STAGE)
-def begin_checkpoint(run: RunRef, step: int) -> None:
-    """Copy the trainer's whole state and begin to write it."""
-    snapshot.begin_checkpoint(run, step)
 
 
 @task(name="checkpoint", task_run_name="step-{step}/checkpoint", **STAGE)

@@ -14,7 +14,7 @@ from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.preview import preview
 from verl_omni_core.stages.reward import reward
 from verl_omni_core.stages.rollout import rollout
-from verl_omni_core.stages.schedule import checkpoint_due, due, policy_version, snapshot_due
+from verl_omni_core.stages.schedule import due, policy_version, snapshot_due
 from verl_omni_core.stages.session import RunRef
 from verl_omni_core.stages.snapshot import begin_checkpoint
 from verl_omni_core.stages.sync import sync
@@ -61,8 +61,7 @@ def train_step(run: RunRef, config: RunConfig, step: int) -> None:
     if snapshot_due(config, step - 1):
         checkpoint(run, step - 1)
     updated = update(run, step, samples, advantages, old, ref)
-    if checkpoint_due(config, step):
-        begin_checkpoint(run, step)
+    begin_checkpoint(run, step)
     if due(step, config.weights.sync_interval, config.run.steps):
         sync(run, step)
     if due(step, config.run.validate_every, config.run.steps):

@@ -18,6 +18,7 @@ import ray
 from benchmarks.memory import Footprint, Sampler, services_here
 from tests.flows import small
 from tests.flows.recorded import Recorded
+from tests.object_store import ENVIRONMENT
 from verl_omni_core.cluster import prefect_server, ray_head, services
 from verl_omni_core.cluster.start import start
 from verl_omni_core.online import train
@@ -45,6 +46,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("VERL_OMNI_HOME", str(folder))
         patch.setenv("RAY_ADDRESS", "")  # restored afterwards, as is what the start sets
         patch.delenv("RAY_ADDRESS")
+        for name, value in ENVIRONMENT.items():  # what Ray starts has the environment that Ray was started with
+            patch.setenv(name, value)
         try:
             start(ClusterSettings(object_store_mb=200), with_prefect=False, say=lambda line: None)
             yield folder

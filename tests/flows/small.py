@@ -46,14 +46,14 @@ _SMALL: dict[str, object] = {
 }
 
 
-def overrides(run_id: str, store: Path, **changes: object) -> list[str]:
+def overrides(run_id: str, store: str | Path, **changes: object) -> list[str]:
     """Return ``--set`` arguments of a small run; ``__`` in a name stands for its dot."""
     values = _SMALL | {"run.id": run_id, "run.store": store}
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     return [f"{name}={value}" for name, value in values.items()]
 
 
-def settings(run_id: str, store: Path, **changes: object) -> RunConfig:
+def settings(run_id: str, store: str | Path, **changes: object) -> RunConfig:
     """Return the settings of a small run."""
     return load(DEMO, overrides=overrides(run_id, store, **changes)).config
 

@@ -96,6 +96,8 @@ def test_diffusers_and_peft_stay_where_models_are_handled():
         ("import verl_omni_core.settings.public", {"torch", "ray", "prefect", "vllm", "vllm_omni", "diffusers"}),
         ("import verl_omni_core.cli.main", {"torch", "ray", "prefect", "vllm", "vllm_omni", "diffusers"}),
         ("import verl_omni_core.rollout.vllm_omni", {"vllm", "vllm_omni", "ray", "prefect"}),
+        # what a flow that finds its actors alive has to load before its first command
+        ("import flows.online", {"peft", "diffusers", "transformers", "tensordict", "accelerate", "vllm", "vllm_omni"}),
     ],
 )
 def test_importing_is_light(statement, absent):

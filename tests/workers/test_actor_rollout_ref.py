@@ -159,6 +159,127 @@ def test_a_worker_restored_from_a_checkpoint_trains_on_identically(pipeline, run
         assert found == expected
 
 
+def moments_of_training(worker):
+    """Return what must move exactly once a step besides the weights: counters, rate, average, position in the data."""
+    engine = worker._worker.engine
+    place = json.loads(json.dumps(worker._place()))
+    return dataclasses.replace(engine.counters), engine.learning_rate, engine.ema.updates, place
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_worker_restored_from_a_snapshot_written_beside_the_next_step_trains_on_identically(
+    pipeline, run, tmp_path, rank
+):
+    root, refs = run
+    settings = {"ema_decay": 0.9, "schedule": "cosine", "deterministic": True, "algorithm": ANY_RATIO}
+    worker = made(pipeline, **settings, lora={"rank": rank})
+    first = worker.update_actor(command(root, refs[1], 1))
+    at_first = moments_of_training(worker)
+    worker.begin_snapshot(str(tmp_path / "snapshot"))
+    second = worker.update_actor(command(root, refs[2], 2))
+    written = worker.finish_snapshot(str(tmp_path / "snapshot"), 60)
+    assert sorted(file.name for file in written.files) == sorted(p.name for p in (tmp_path / "snapshot").iterdir())
+    other = made(pipeline, **settings, lora={"rank": rank})
+    assert other.load_checkpoint(str(tmp_path / "snapshot")) == 1
+    assert moments_of_training(other) == at_first
+    assert other.update_actor(command(root, refs[1], 1)) == first
+    repeated = other.update_actor(command(root, refs[2], 2))
+    assert dataclasses.replace(repeated, seconds=0) == dataclasses.replace(second, seconds=0)
+    for network in ("policy", "average"):
+        found, expected = (weights(w, tmp_path / f"{network}-{i}", network)[0] for i, w in enumerate((other, worker)))
+        assert found == expected
+    worker.close()
+
+
+def test_no_command_that_arrives_twice_moves_average_schedule_or_position_twice(pipeline, run, tmp_path):
+    root, refs = run
+    worker = made(pipeline, ema_decay=0.9, schedule="cosine", algorithm=ANY_RATIO)
+    before = moments_of_training(worker)
+    worker.update_actor(command(root, refs[1], 1))
+    once = moments_of_training(worker)
+    assert (once[0].training_steps, once[0].optimizer_steps, once[2]) == (1, 2, 2)
+    assert once[1] < before[1] and once[3]["data_position"] == {"step": 1}
+    for _ in range(2):
+        worker.update_actor(command(root, refs[1], 1))
+        worker.begin_snapshot(str(tmp_path / "s"))
+        worker.finish_snapshot(str(tmp_path / "s"), 60)
+        assert moments_of_training(worker) == once
+    for _ in range(2):
+        worker.load_checkpoint(str(tmp_path / "s"))
+        worker.update_actor(command(root, refs[1], 1))
+        assert moments_of_training(worker) == once
+
+
+def test_an_update_that_broke_off_moves_average_and_schedule_once(pipeline, run, monkeypatch):
+    root, refs = run
+    undisturbed = made(pipeline, ema_decay=0.9, schedule="cosine")
+    undisturbed.update_actor(command(root, refs[1], 1))
+    worker = made(pipeline, ema_decay=0.9, schedule="cosine")
+    real, calls = worker._worker.train_mini_batch, []
+
+    def breaks(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("lost")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(worker._worker, "train_mini_batch", breaks)
+    with pytest.raises(OSError):
+        worker.update_actor(command(root, refs[1], 1))
+    assert moments_of_training(worker)[0].training_steps == 0
+    worker.update_actor(command(root, refs[1], 1))
+    assert moments_of_training(worker)[:3] == moments_of_training(undisturbed)[:3]
+
+
+def test_a_snapshot_between_two_optimizer_steps_goes_on_with_the_second(pipeline, run, tmp_path, monkeypatch):
+    root, refs = run
+    undisturbed = made(pipeline, ema_decay=0.9)
+    undisturbed.update_actor(command(root, refs[1], 1))
+    worker = made(pipeline, ema_decay=0.9)
+    real, calls = worker._worker.train_mini_batch, []
+
+    def breaks(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("lost")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(worker._worker, "train_mini_batch", breaks)
+    with pytest.raises(OSError):
+        worker.update_actor(command(root, refs[1], 1))
+    worker.begin_snapshot(str(tmp_path / "s"))
+    worker.finish_snapshot(str(tmp_path / "s"), 60)
+    other = made(pipeline, ema_decay=0.9)
+    other.load_checkpoint(str(tmp_path / "s"))
+    other.update_actor(command(root, refs[1], 1))
+    assert weights(other, tmp_path / "a")[0] == weights(undisturbed, tmp_path / "b")[0]
+    assert moments_of_training(other)[:3] == moments_of_training(undisturbed)[:3]
+
+
+def test_a_worker_that_is_reset_trains_like_a_new_one(pipeline, run, tmp_path):
+    root, refs = run
+    worker = made(pipeline, ema_decay=0.9, schedule="cosine")
+    before = moments_of_training(worker)
+    worker.update_actor(command(root, refs[1], 1))
+    once = weights(worker, tmp_path / "once")[0]
+    worker.reset()
+    assert moments_of_training(worker) == before and worker.ping().version == 0
+    worker.update_actor(command(root, refs[1], 1))
+    assert weights(worker, tmp_path / "again")[0] == once
+
+
+def test_an_older_owner_neither_begins_a_snapshot_nor_resets(pipeline, run, tmp_path):
+    root, refs = run
+    worker = made(pipeline)
+    worker.update_actor(command(root, refs[1], 1, epoch=3))
+    for refused in (lambda: worker.begin_snapshot(str(tmp_path / "s"), 2), lambda: worker.reset(2)):
+        with pytest.raises(FencedError):
+            refused()
+    assert worker.ping().version == 1 and not (tmp_path / "s").exists()
+    with pytest.raises(ContractError, match="no snapshot was begun"):
+        worker.finish_snapshot(str(tmp_path / "s"), 60, 3)
+
+
 def test_two_runs_with_one_seed_give_bit_equal_weights(pipeline, run, tmp_path):
     root, refs = run
     sums = []

@@ -130,7 +130,9 @@ def test_an_older_owner_is_refused_by_all_ranks(group, settings, tmp_path):
 
 def test_a_dead_rank_ends_the_group_and_a_fresh_one_goes_on_from_the_checkpoint(group, settings, run, tmp_path):
     root, refs = run
-    group.save_checkpoint(str(tmp_path / "checkpoint"))
+    group.begin_snapshot(str(tmp_path / "checkpoint"))
+    written = group.finish_snapshot(str(tmp_path / "checkpoint"))
+    assert sorted(file.name for file in written.files) == sorted(p.name for p in (tmp_path / "checkpoint").iterdir())
     os.kill(group.states()[1].pid, 9)
     with pytest.raises(StageLost, match="actor 1 of 2 died"):
         group.update_actor(command(root, refs[2], 2, epoch=5))

@@ -6,19 +6,21 @@ Axes: ``N`` rows.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from verl_omni_core.batches.arrow import column_list, column_tensor, empty_row, is_jagged, jagged_column, tensor_column
 from verl_omni_core.batches.arrow import is_tensor as is_tensor_field
 from verl_omni_core.batches.columns import PROMPT_KEY, SAMPLE_INDEX
 from verl_omni_core.errors import ContractError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 _JSON = {b"encoding": b"json"}
 _META = b"meta_info"
@@ -31,7 +33,7 @@ class DataProto:
     Concatenation needs no knowledge of the model: whatever columns the parts agree on are joined row by row.
     """
 
-    batch: TensorDict
+    batch: "TensorDict"
     """Tensors [N, ...], jagged ones as nested tensors."""
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     """Name to an object array [N]."""
@@ -65,7 +67,7 @@ class DataProto:
         rows = next(iter(lengths.values()), 0)
         columns = {name: value if isinstance(value, Tensor) else jagged(value) for name, value in tensors.items()}
         return cls(
-            TensorDict(columns, batch_size=[rows]),
+            _tensors(columns, batch_size=[rows]),
             {name: object_array(values) for name, values in objects.items()},
             dict(meta_info or {}),
         )
@@ -93,7 +95,7 @@ class DataProto:
             for name in names:
                 _read_column(part, name, rows, copy, tensors, objects)
         meta = (table.schema.metadata or {}).get(_META)
-        batch = TensorDict(tensors, batch_size=[table.num_rows])
+        batch = _tensors(tensors, batch_size=[table.num_rows])
         return cls(batch, objects, json.loads(meta) if meta else {})
 
     def to_arrow(self) -> pa.Table:
@@ -122,7 +124,7 @@ class DataProto:
         rows = torch.from_numpy(np.arange(len(self))[chosen])
         tensors = {name: _take(self.batch.get(name), rows) for name in self.batch.keys()}  # noqa: SIM118
         objects = {name: values[rows.numpy()] for name, values in self.non_tensor_batch.items()}
-        return DataProto(TensorDict(tensors, batch_size=[len(rows)]), objects, dict(self.meta_info))
+        return DataProto(_tensors(tensors, batch_size=[len(rows)]), objects, dict(self.meta_info))
 
     @staticmethod
     def concat(parts: Sequence["DataProto"]) -> "DataProto":
@@ -155,7 +157,7 @@ class DataProto:
                     raise ContractError(f"meta_info[{key!r}] differs between batches: {meta[key]!r} and {value!r}")
                 else:
                     meta[key] = value
-        return DataProto(TensorDict(tensors, batch_size=[sum(map(len, parts))]), objects, meta)
+        return DataProto(_tensors(tensors, batch_size=[sum(map(len, parts))]), objects, meta)
 
     def union(self, other: "DataProto") -> "DataProto":
         """Return the columns of both; columns that both have must be equal.
@@ -175,10 +177,17 @@ class DataProto:
                 raise ContractError(f"meta_info[{key!r}] differs: {self.meta_info[key]!r}, {other.meta_info[key]!r}")
         tensors = {name: p.batch.get(name) for p in (other, self) for name in p.batch.keys()}  # noqa: SIM118
         return DataProto(
-            TensorDict(tensors, batch_size=[len(self)]),
+            _tensors(tensors, batch_size=[len(self)]),
             {**other.non_tensor_batch, **self.non_tensor_batch},
             {**other.meta_info, **self.meta_info},
         )
+
+
+def _tensors(columns: Mapping[str, Any], *, batch_size: Sequence[int]) -> "TensorDict":
+    # imported late: it loads torch's compiler, and a process that only passes packs on makes no batch
+    from tensordict import TensorDict
+
+    return TensorDict(columns, batch_size=batch_size)
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:

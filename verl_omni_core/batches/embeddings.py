@@ -8,14 +8,16 @@ Axes: ``N`` rows, ``M`` transport length, ``L`` a row's own length, ``D`` width.
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from verl_omni_core.batches.batch import jagged
 from verl_omni_core.errors import ContractError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "audio_prompt_embeds", "negative_audio_prompt_embeds")
 CONDITIONS = ("condition_video_rows", "condition_audio_rows")
@@ -86,7 +88,7 @@ def pad_condition_rows(sample: str, fields: Mapping[str, Any], length: int) -> d
     return padded
 
 
-def embeds_padding_2_no_padding(batch: TensorDict) -> TensorDict:
+def embeds_padding_2_no_padding(batch: "TensorDict") -> "TensorDict":
     """Strip the transport padding: padded embeddings and reference rows become jagged.
 
     Args:
@@ -105,6 +107,8 @@ def embeds_padding_2_no_padding(batch: TensorDict) -> TensorDict:
     for name in CONDITIONS:
         if name in columns and not columns[name].is_nested:
             _strip_condition(name, columns)
+    from tensordict import TensorDict  # late, as in verl_omni_core.batches.batch
+
     return TensorDict(columns, batch_size=batch.batch_size)
 
 

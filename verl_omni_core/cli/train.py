@@ -62,16 +62,16 @@ def _named(config: "RunConfig", profile: str) -> "RunConfig":
 def _of_the_run(run_id: str | None, overrides: Sequence[str]) -> "RunConfig":
     """Return the settings that a run had last, with changes; its place is that of the changes, or the default."""
     from verl_omni_core.errors import ConfigError
-    from verl_omni_core.settings.loader import apply_overrides, load
+    from verl_omni_core.settings.loader import apply_overrides, load, override_names
     from verl_omni_core.stages.trained import config_of
     from verl_omni_core.store.runs import open_run
 
     if run_id is None:
         raise ConfigError("neither a profile nor --run-id is given; name a profile, or a run that exists")
-    store = load(overrides=overrides).config.run.store
-    config = config_of(open_run(store, run_id))
-    placed = config.model_copy(update={"run": config.run.model_copy(update={"store": store})})
-    return apply_overrides(placed, overrides)
+    place = [text for text in overrides if override_names([text]) == ["run.store"]]
+    store = load(overrides=place).config.run.store
+    config = apply_overrides(config_of(open_run(store, run_id)), overrides)
+    return config.model_copy(update={"run": config.run.model_copy(update={"id": run_id, "store": store})})
 
 
 def _tell_the_scheduler(config: "RunConfig") -> None:

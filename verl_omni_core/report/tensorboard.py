@@ -35,6 +35,10 @@ class TensorBoardTracker:
         """Write a PNG, such as an image grid, under ``name``."""
         self._guarded(self._write_image, step, name, data)
 
+    def gone_back(self, step: int) -> None:
+        """Let readers forget what was written of later steps than ``step``: the run does them again."""
+        self._guarded(self._write_start, step + 1)
+
     def close(self) -> None:
         """Flush and close. Doing it twice is harmless."""
         self._guarded(self._close)
@@ -88,9 +92,17 @@ class TensorBoardTracker:
     def _add(self, step: int, summary: Any, wall_time: float) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
+        self._write(Event(wall_time=wall_time, step=step, summary=summary))
+
+    def _write_start(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._write(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
+
+    def _write(self, event: Any) -> None:
         if self._writer is None:
             raise ValueError("the tracker is closed")
-        self._writer.add_event(Event(wall_time=wall_time, step=step, summary=summary))
+        self._writer.add_event(event)
         # a run may be killed at any moment, and readers look while it goes
         self._writer.flush()
 

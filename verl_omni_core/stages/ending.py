@@ -53,8 +53,8 @@ def _say_status(run: RunRef, error: BaseException) -> None:
     check_epoch(root, run.epoch)  # a newer owner says itself how the run is
     # whoever interrupts or cancels raises what is no Exception
     status = FAILED if isinstance(error, Exception) else STOPPED
-    record_ending(root, run.epoch, status, error=error, session=known_session(run))
     open_run(root.parent, root.name).write_progress(status=status, step=steps_done(root))
+    record_ending(root, run.epoch, status, error=error, session=known_session(run))
 
 
 def _try(act: Callable[..., Any], *arguments: Any) -> None:

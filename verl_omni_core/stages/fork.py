@@ -28,7 +28,7 @@ from verl_omni_core.store.durable_files import link_or_copy, storage_errors, syn
 from verl_omni_core.store.lineage import Lineage
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.places import is_remote
-from verl_omni_core.training.checkpoint import INDEX_FILE
+from verl_omni_core.training.checkpoint_files import INDEX_FILE
 from verl_omni_core.training.outline import refuse_other_network
 from verl_omni_core.version import __version__
 

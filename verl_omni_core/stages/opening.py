@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni_core.errors import ConfigError, FencedError, StoreError
+from verl_omni_core.identity import digest
 from verl_omni_core.settings.check import check
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
@@ -30,7 +31,7 @@ from verl_omni_core.store.collected import is_collected
 from verl_omni_core.store.lease import Ownership, describe_holder, is_owned, take_ownership
 from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.lineage import base_step
-from verl_omni_core.training.checkpoint import INDEX_FILE
+from verl_omni_core.training.checkpoint_files import INDEX_FILE
 from verl_omni_core.version import __version__
 from verl_omni_core.workers.actors import Actors
 
@@ -60,9 +61,11 @@ def open_run(config: RunConfig, origins: Mapping[str, str] | None = None, *, req
         ConfigError, DataError: the settings cannot work; nothing was written. FencedError: somebody owns the run.
         StoreError: it is resumed with other training prompts.
     """
-    check(config)
     refuse_past_end(config)
-    folder = _folder(config, request)
+    folder = resumed(config, request)
+    if folder is None or folder.config_digest != digest(config.model_dump(mode="json")):
+        check(config)  # seconds that a run which goes on as it was need not spend again
+        folder = folder or _created(config, request)
     if config.run.id is None:
         config = config_of(folder)
     let_go(str(folder.root))
@@ -188,7 +191,7 @@ def resumed(config: RunConfig, request: str | None = None) -> runs.RunFolder | N
             "run.resume is disable; give run.id another value, or set run.resume=auto to go on with it"
         )
     if isinstance(resume, int):
-        refuse_step(folder.root, resume)
+        refuse_step(folder.root, resume, request)
     return folder
 
 
@@ -222,11 +225,9 @@ def refuse_owned(folder: runs.RunFolder) -> None:
         )
 
 
-def _folder(config: RunConfig, request: str | None) -> runs.RunFolder:
+def _created(config: RunConfig, request: str | None) -> runs.RunFolder:
     settings = config.model_dump(mode="json")
-    return resumed(config, request) or runs.create_run(
-        config.run.store, settings, code_version=__version__, run_id=config.run.id, request=request
-    )
+    return runs.create_run(config.run.store, settings, code_version=__version__, run_id=config.run.id, request=request)
 
 
 def _refuse_other_settings(folder: runs.RunFolder, settings: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from verl_omni_core.store.ledger import REWIND, Ledger, standing
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.places import REWIND_MARKER
 from verl_omni_core.store.rejection import reject_step
-from verl_omni_core.training.checkpoint import INDEX_FILE
+from verl_omni_core.training.checkpoint_files import INDEX_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +40,12 @@ def go_back(session: Session, step: int, request: str | None) -> bool:
         ConfigError: the run is not that far, or the batches that would have to be replayed are gone; nothing on disk
             was changed.
     """
-    root, store = session.root, session.store
-    if request is not None and any(r.get("request") == request for r in session.ledger.records()):
+    store = session.store
+    if _has_gone_back(session.ledger, request):
         return False
-    refuse_step(root, step)
+    refuse_step(session.root, step, request)
     found = newest_checkpoint(store, step)
-    start = 0 if found is None else found.step
-    gone = [each for each in range(start + 1, step + 1) if not can_replay(store, each)]
-    if gone:
-        raise ConfigError(
-            f"run {root.name!r} cannot go back to step {step}: its newest whole checkpoint up to there is of step "
-            f"{start}, and the batches of steps {gone[0]} to {gone[-1]}, which would have to be replayed, are not all "
-            f"there any more; go back to a step that has a checkpoint: {_with_checkpoint(store)}"
-        )
+    _refuse_gone(store, 0 if found is None else found.step, step)
     if found is None:
         session.actors.trainer.reset()
     else:
@@ -73,6 +66,7 @@ def set_aside(session: Session, step: int, reason: str, request: str | None = No
     plan = {"id": uuid.uuid4().hex, "to_version": step, "last": max(last, step), "reason": reason, "request": request}
     mirror.create_copied(session.root, session.root / REWIND_MARKER, json.dumps(plan).encode())
     finish_rewind(session.store, session.ledger)
+    session.tracker.gone_back(step)
     session.folder().write_progress(status="running", step=step)
 
 
@@ -95,14 +89,24 @@ def finish_rewind(store: RunStore, ledger: Ledger) -> None:
     sync_all([marker.parent])
 
 
-def refuse_step(root: Path, step: int) -> None:
-    """Raise ConfigError if a run has not finished the update of ``step``."""
+def refuse_step(root: Path, step: int, request: str | None = None) -> None:
+    """Refuse to go back to ``step`` where that cannot work, as far as names and sizes of files tell. Changes nothing.
+
+    Args:
+        request: see :func:`go_back`; one that has gone back before is not refused.
+    Raises:
+        ConfigError: see :func:`go_back`.
+    """
+    if _has_gone_back(Ledger(root), request):
+        return
     done = runs.steps_done(root)
     if step > done:
         raise ConfigError(
             f"run.resume is {step}, but run {root.name!r} has done {done} steps; give a step up to that, or auto to go "
             "on after it"
         )
+    store = RunStore(root)
+    _refuse_gone(store, max((each for each in _with_checkpoint(store) if each <= step), default=0), step)
 
 
 def newest_checkpoint(store: RunStore, step: int) -> ArtifactRef | None:
@@ -118,7 +122,23 @@ def newest_checkpoint(store: RunStore, step: int) -> ArtifactRef | None:
     return None
 
 
-def can_replay(store: RunStore, step: int) -> bool:
+def _has_gone_back(ledger: Ledger, request: str | None) -> bool:
+    return request is not None and any(record.get("request") == request for record in ledger.records())
+
+
+def _refuse_gone(store: RunStore, start: int, step: int) -> None:
+    """Raise ConfigError if batches of the steps after ``start``, up to ``step``, are gone."""
+    gone = [each for each in range(start + 1, step + 1) if not _can_replay(store, each)]
+    if gone:
+        known = ", ".join(map(str, _with_checkpoint(store)[-20:])) or "none has"
+        raise ConfigError(
+            f"run {Path(store.root).name!r} cannot go back to step {step}: its newest whole checkpoint up to there is "
+            f"of step {start}, and the batches of steps {gone[0]} to {gone[-1]}, which would have to be replayed, are "
+            f"not all there any more; go back to a step that has a checkpoint: {known}"
+        )
+
+
+def _can_replay(store: RunStore, step: int) -> bool:
     """Say whether the batches that a step's update was made from are there, as large as they were."""
     try:
         update = store.find(step, UPDATE)
@@ -135,9 +155,17 @@ def _is_there(store: RunStore, ref: ArtifactRef) -> bool:
     return all(path.is_file() and path.stat().st_size == size for path, size in files.items())
 
 
-def _with_checkpoint(store: RunStore) -> str:
-    steps = [step for step in store.steps() if store.find(step, CHECKPOINT) is not None]
-    return ", ".join(map(str, steps[-20:])) or "none has"
+def _with_checkpoint(store: RunStore) -> list[int]:
+    """Return the steps whose checkpoint has all its files, in order."""
+    found = []
+    for step in store.steps():
+        try:
+            ref = store.find(step, CHECKPOINT)
+            if ref is not None and _is_there(store, ref):
+                found.append(step)
+        except StoreError:
+            continue  # a damaged one is no place to go back to
+    return found
 
 
 def _record(plan: Mapping[str, Any], epoch: int) -> dict[str, Any]:

@@ -42,8 +42,3 @@ def snapshot_due(config: RunConfig, step: int) -> bool:
     every = {"snapshot": 1, "ledger": config.durability.snapshot_every, "none": 0}[level]
     kept_whole = config.durability.checkpoint_contents == "all" and is_kept(config, step)
     return kept_whole or due(step, every, config.run.steps)
-
-
-def checkpoint_due(config: RunConfig, step: int) -> bool:
-    """Say whether anything of the trainer's state is committed after ``step``."""
-    return snapshot_due(config, step) or is_kept(config, step)

@@ -31,6 +31,8 @@ class Tracker(Protocol):
 
     def image(self, step: int, name: str, data: bytes) -> None: ...
 
+    def gone_back(self, step: int) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -41,6 +43,9 @@ class NoTracker:
         return None
 
     def image(self, step: int, name: str, data: bytes) -> None:
+        return None
+
+    def gone_back(self, step: int) -> None:
         return None
 
     def close(self) -> None:

@@ -6,10 +6,11 @@ from verl_omni_core.stages.schedule import durability_level, is_kept, snapshot_d
 from verl_omni_core.stages.session import RunRef, session_of
 from verl_omni_core.stages.sync import AVERAGE, POLICY, weights_artifact
 
-STAGE = "begin_checkpoint"
+SPAN = "begin_checkpoint"
+"""Name of the time that it takes; it commits nothing under it."""
 
 
-@stage(STAGE)
+@stage(SPAN)
 def begin_checkpoint(run: RunRef, step: int) -> None:
     """Let the trainer copy its state after ``step`` and begin to write it, where that is due.
 

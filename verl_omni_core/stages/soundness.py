@@ -1,13 +1,14 @@
 """What a run that is resumed stands on, looked at before anything starts. Reads little, changes nothing."""
 
 from verl_omni_core.errors import StoreError
+from verl_omni_core.identity import digest
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.ledger import Ledger
+from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.runs import RunFolder, steps_done
-from verl_omni_core.training.checkpoint import INDEX_FILE
-from verl_omni_core.training.outline import refuse_other_network
+from verl_omni_core.training.checkpoint_files import INDEX_FILE
 
 
 def refuse_unsound(folder: RunFolder, config: RunConfig) -> None:
@@ -29,9 +30,18 @@ def refuse_unsound(folder: RunFolder, config: RunConfig) -> None:
     for step in reversed(store.steps()):
         try:
             ref = store.find(step, CHECKPOINT) if step <= done else None
-            path = None if ref is None else store.path_of(ref, INDEX_FILE)
-            if path is not None:
-                refuse_other_network(path.parent, config)
+            if ref is not None:
+                _refuse_other_checkpoint(store, ref, folder, config)
                 return
         except StoreError:
             continue  # whoever restores from it says so, and takes the one before
+
+
+def _refuse_other_checkpoint(store: RunStore, ref: ArtifactRef, folder: RunFolder, config: RunConfig) -> None:
+    path, manifest = store.path_of(ref, INDEX_FILE), store.manifest(ref)
+    settings = digest(config.model_dump(mode="json"))
+    if manifest.run_id == folder.run_id and manifest.producer.get("config_digest") == settings:
+        return  # this run wrote it with these very settings
+    from verl_omni_core.training.outline import refuse_other_network  # late: it loads the training libraries
+
+    refuse_other_network(path.parent, config)

@@ -12,7 +12,6 @@ from verl_omni_core.given_files import json_object
 from verl_omni_core.settings.check import check
 from verl_omni_core.settings.loader import apply_overrides, load, override_names, profile_names
 from verl_omni_core.settings.run import RunConfig
-from verl_omni_core.stages.export import RECORD
 from verl_omni_core.stages.trained import Network, TrainedWeights, config_of, find_weights
 from verl_omni_core.store import runs
 from verl_omni_core.weights.filesystem import read_update
@@ -142,6 +141,8 @@ def _of_adapter(folder: Path, base: bool) -> tuple[tuple[Subject, ...], dict[str
         update = read_update(folder, 1)
     except StoreError as error:
         raise ConfigError(f"--adapter: {error}") from error
+    from verl_omni_core.stages.export import RECORD  # late: it loads the libraries that exports are for
+
     record = folder / RECORD
     step = json_object(record).get("step") if record.is_file() else 1
     if not isinstance(step, int):

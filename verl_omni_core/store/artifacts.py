@@ -25,12 +25,10 @@ from verl_omni_core.store.attempt import (
     MANIFEST,
     SHARDS,
     Attempt,
-    is_trusted,
     other_key,
     read_commit,
     stage_folder,
     start_attempt,
-    trust,
 )
 from verl_omni_core.store.collected import collected_files, refuse_collected
 from verl_omni_core.store.durable_files import check_free, safe_name
@@ -38,6 +36,7 @@ from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef, FileRecord, Manifest, ShardRecord, sha256
 from verl_omni_core.store.places import REJECTED
 from verl_omni_core.store.runs import newest_settings
+from verl_omni_core.store.trusted import is_trusted, trust
 
 _STAGE = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 _MAPPED = 4

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import socket
-import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +34,7 @@ from verl_omni_core.store.durable_files import (
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef, FileRecord, Manifest, ShardRecord, sha256
 from verl_omni_core.store.places import COMMIT
+from verl_omni_core.store.trusted import trust
 
 MANIFEST = "manifest.json"
 DESCRIPTION = "attempt.json"
@@ -351,28 +351,6 @@ def other_key(committed: ArtifactRef, key: str) -> StoreError:
         f"stage {committed.stage!r} of step {committed.step} is committed under key {committed.key[:12]}, these "
         f"settings and prompts give key {key[:12]}; use those it was made with, or start a new run"
     )
-
-
-_TRUSTED_FILES = 4096
-_trusted: dict[tuple[int, str, str], None] = {}
-_trusted_lock = threading.Lock()
-
-
-def trust(path: Path, digest: str) -> None:
-    """Remember that this process wrote or has verified a file; the oldest of many are forgotten."""
-    with _trusted_lock:
-        _trusted[os.getpid(), str(path), digest] = None
-        if len(_trusted) > _TRUSTED_FILES:
-            del _trusted[next(iter(_trusted))]
-
-
-def is_trusted(path: Path, digest: str) -> bool:
-    """Say whether this process wrote or has verified a file."""
-    return (os.getpid(), str(path), digest) in _trusted
-
-
-# a fork in the middle of another thread's trust() would leave the child's lock held for ever
-os.register_at_fork(after_in_child=lambda: globals().update(_trusted_lock=threading.Lock()))
 
 
 def _schema_id(table: pa.Table, name: str) -> str:

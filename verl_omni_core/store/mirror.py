@@ -21,6 +21,8 @@ from verl_omni_core.store.remote import Remote
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16
+_SMALL = ("", ".json")
+"""Ends of the names of files that one request brings: markers and records."""
 _DECIDES = {"steps", "ledger", "lease", EPOCHS, SETTINGS, RUN, REWIND_MARKER}
 """What stands in a run's folder and is not only to inform."""
 _complete: dict[str, int] = {}
@@ -53,7 +55,14 @@ def create(root: Path, path: Path, data: bytes) -> bool:
 def pull(root: Path, path: Path) -> bool:
     """Copy the object of ``path`` into the folder, in place of what is there; false if there is none."""
     remote = remote_of(root)
-    return remote is not None and remote.download(name_in(root, path), path)
+    if remote is None:
+        return False
+    if path.suffix not in _SMALL:
+        return remote.download(name_in(root, path), path)
+    data = remote.read(name_in(root, path))
+    if data is not None:
+        keep(path, data)
+    return data is not None
 
 
 def pull_missing(root: Path, paths: Iterable[Path]) -> None:

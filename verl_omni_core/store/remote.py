@@ -293,7 +293,8 @@ def _client(pid: int, endpoint: str | None, scheme: str, region: str | None) -> 
     session = boto3.session.Session()
     if session.get_credentials() is None:
         raise ConfigError(
-            "no credentials for the object store; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or configure ~/.aws"
+            "no credentials for the object store; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or set up ~/.aws; "
+            "what Ray starts has the environment that Ray was started with: verl-omni down, then start again"
         )
     config = Config(
         connect_timeout=CONNECT_S,

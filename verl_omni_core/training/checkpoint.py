@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.store.durable_files import storage_errors
 from verl_omni_core.training import sharding
+from verl_omni_core.training.checkpoint_files import INDEX_FILE
 from verl_omni_core.training.ranks import Ranks, vote
 from verl_omni_core.training.snapshot import (
     Snapshot,
@@ -41,8 +42,9 @@ if TYPE_CHECKING:
     from verl_omni_core.training.outline import Outline
 
 FORMAT = 1
-INDEX_FILE = "checkpoint.json"
 _USE_ANOTHER = "restore it from a copy, or start the run again: it goes on from the checkpoint before"
+# one rank without a group is meant; for good, as filters that come and go are no matter for a thread
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
 COMPARED_BYTES = 2**28
 """Tensors of a new checkpoint are read back in portions of this size, over all ranks."""
 
@@ -74,7 +76,7 @@ def write(snapshot: Snapshot, folder: Path, ranks: Ranks) -> list[WrittenFile]:
     """
     vote(ranks, lambda: _write_own(snapshot, folder, ranks.rank))
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _quiet_alone(), _storage_errors(folder):
+    with _storage_errors(folder):
         dcp.save(snapshot.tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     _compare(snapshot, folder, ranks)
     vote(ranks, lambda: _write_index(snapshot, folder) if ranks.rank == 0 else None)
@@ -89,11 +91,9 @@ def load(engine: "DiffusersFSDPEngine", folder: Path) -> dict[str, Any]:
     index = read_index(folder)
     verify(folder, index)
     refuse_other_policy(engine, index, folder)
-    steps = index["optimizer"]["steps"]
-    _prepare_moments(engine, steps)
-    state, _ = state_of(engine)
-    _refuse(_other_shapes(state, index["tensors"]), index, folder)
-    _read(folder, state, engine.ranks.group)
+    _refuse(_other_shapes(state_of(engine)[0], index["tensors"]), index, folder)
+    _prepare_moments(engine, index["optimizer"]["steps"])
+    _read(folder, state_of(engine)[0], engine.ranks.group)
     counters = index["counters"]
     for name, value in counters.items():
         setattr(engine.counters, name, value)
@@ -153,15 +153,8 @@ def _prepare_moments(engine: "DiffusersFSDPEngine", steps: Mapping[str, int]) ->
 
 def _read(folder: Path, into: dict[str, Tensor], group: ProcessGroup | None) -> None:
     reader = HuggingFaceStorageReader(str(folder))
-    with _quiet_alone():
+    with _storage_errors(folder):
         dcp.load(into, storage_reader=reader, process_group=group, no_dist=group is None)
-
-
-@contextmanager
-def _quiet_alone() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank without a group is meant
-        yield
 
 
 @contextmanager
@@ -249,11 +242,13 @@ def refuse_other_policy(engine: "DiffusersFSDPEngine | Outline", index: Mapping[
 
 
 def _other_shapes(state: Mapping[str, Tensor], recorded: Mapping[str, list[int]]) -> list[str]:
-    here = {name: list(tensor.shape) for name, tensor in state.items()}
-    odd = sorted(name for name in here.keys() | recorded.keys() if here.get(name) != recorded.get(name))
+    """Compare parameters and averages; moments have the shapes of what they are of."""
+    here = {name: list(tensor.shape) for name, tensor in state.items() if not name.startswith("optimizer.")}
+    there = {name: shape for name, shape in recorded.items() if not name.startswith("optimizer.")}
+    odd = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
     if not odd:
         return []
-    first = f"{odd[0]}: shape {recorded.get(odd[0])} there, {here.get(odd[0])} here"
+    first = f"{odd[0]}: shape {there.get(odd[0])} there, {here.get(odd[0])} here"
     return [f"{len(odd)} tensors differ, first {first}"]
 
 

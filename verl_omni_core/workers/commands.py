@@ -14,6 +14,9 @@ from verl_omni_core.store.manifest import ArtifactRef, FileRecord
 CONTROL = "control"
 """Concurrency group of what a rank answers while it computes."""
 
+CONTROL = "control"
+"""Concurrency group of what a rank answers while it computes."""
+
 
 @dataclass(frozen=True)
 class UpdateCommand:

@@ -260,13 +260,13 @@ def _decisive(failures: Sequence[SampleFailure]) -> VerlOmniError | None:
     """
     if not failures:
         return None
-    first = min(failures, key=_weight)
+    first = min(failures, key=_urgency)
     if isinstance(first.error, VerlOmniError):
         return type(first.error)(f"{first.sample_id}: {first.error}")
     return VerlOmniError(f"{first.sample_id}: {type(first.error).__name__}: {first.error}")
 
 
-def _weight(failure: SampleFailure) -> int:
+def _urgency(failure: SampleFailure) -> int:
     if isinstance(failure.error, NOT_THE_SAMPLES):
         return 0
     if isinstance(failure.error, StageLost):

@@ -14,7 +14,6 @@ from ray.actor import ActorHandle
 from verl_omni_core.errors import ContractError, DeadlineError, StageLost
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.store.manifest import FileRecord
-from verl_omni_core.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_omni_core.workers.commands import (
     CONTROL,
     InferCommand,
@@ -52,10 +51,12 @@ class TrainGroup:
             num_gpus: of each rank.
             actor_options: further options of Ray's, such as a placement group.
         """
-        # a rank computes one command at a time; meanwhile one may wait for a snapshot and another gets its ping
-        actor = ray.remote(concurrency_groups={CONTROL: 2})(ActorRolloutRefWorker)
         handles = []
         for rank in range(config.training.ranks):
+            living = _living(_name(rank), namespace)
+            if living is not None:
+                handles.append(living)
+                continue
             options = {
                 "name": _name(rank),
                 "namespace": namespace,
@@ -66,7 +67,7 @@ class TrainGroup:
                 "num_gpus": num_gpus,
                 "runtime_env": {"env_vars": environment(config.training.threads)},
             }
-            handles.append(actor.options(**options | actor_options).remote(config, rank, config.training.ranks))
+            handles.append(_actor().options(**options | actor_options).remote(config, rank, config.training.ranks))
         return cls(config, handles, epoch)
 
     @classmethod
@@ -78,12 +79,10 @@ class TrainGroup:
         """
         handles = []
         for rank in range(config.training.ranks):
-            try:
-                handles.append(ray.get_actor(_name(rank), namespace=namespace))
-            except ValueError:
-                raise StageLost(
-                    f"{_name(rank)} of {namespace} does not live; start the run again to rebuild it"
-                ) from None
+            living = _living(_name(rank), namespace)
+            if living is None:
+                raise StageLost(f"{_name(rank)} of {namespace} does not live; start the run again to rebuild it")
+            handles.append(living)
         return cls(config, handles, epoch)
 
     def wait_until_ready(self, timeout_s: float) -> None:
@@ -199,3 +198,18 @@ class TrainGroup:
 
 def _name(rank: int) -> str:
     return f"trainer-{rank}"
+
+
+def _living(name: str, namespace: str) -> ActorHandle | None:
+    try:
+        return ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+
+
+def _actor() -> Any:
+    # imported late: it loads the training libraries, which a process that finds its ranks alive does without
+    from verl_omni_core.workers.actor_rollout_ref import ActorRolloutRefWorker
+
+    # a rank computes one command at a time; meanwhile one may wait for a snapshot and another gets its ping
+    return ray.remote(concurrency_groups={CONTROL: 2})(ActorRolloutRefWorker)

@@ -67,6 +67,23 @@ def test_train_hands_the_origins_of_its_settings_to_the_run(monkeypatch, tmp_pat
     assert origins["data.train"] == f"--set {sets[0]}" and origins["run.store"] == "default"
 
 
+@pytest.mark.parametrize(("status", "code"), [("stopped", 75), ("finished", 0)])
+def test_a_run_that_stopped_for_its_machines_end_asks_to_be_started_again(monkeypatch, tmp_path, status, code):
+    from verl_omni_core.cli import train
+    from verl_omni_core.store.runs import create_run
+
+    def run(config, origins):
+        made = create_run(config.run.store, config.model_dump(mode="json"), code_version="1", run_id=config.run.id)
+        made.write_progress(status=status, step=1)
+        return "what it says"
+
+    monkeypatch.setattr(train, "surround", lambda *_, **__: None)
+    monkeypatch.setattr(train, "flow", lambda name: run)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "32503680000")
+    done = invoke("train", PROFILE, "--run-id", "r", "--set", f"run.store={tmp_path}")
+    assert (done.exit_code, done.stdout) == (code, "what it says\n")
+
+
 def test_config_prints_the_settings_as_a_deployment_takes_them():
     from verl_omni_core.settings.loader import load
     from verl_omni_core.settings.run import RunConfig

@@ -21,7 +21,7 @@ from verl_omni_core.errors import StoreError, VerlOmniError
 from verl_omni_core.settings.loader import load
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.opening import open_run
-from verl_omni_core.store import artifacts, runs
+from verl_omni_core.store import artifacts, runs, trusted
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import take_ownership
 from verl_omni_core.store.ledger import Ledger
@@ -194,9 +194,8 @@ def test_a_damaged_checkpoint_is_left_to_whoever_restores_from_the_one_before(st
     monkeypatch.setattr(train, "run_in_the_foreground", lambda *_: "trained")
     cut(next((store / "begun").glob(f"steps/{SNAPSHOT:06d}/checkpoint/attempts/*/checkpoint.json")))
     artifacts._manifest.cache_clear()
-    from verl_omni_core.store import attempt
 
-    attempt._trusted.clear()
+    trusted._trusted.clear()
     assert resume(store).exit_code == 0
 
 

@@ -39,6 +39,18 @@ def test_a_metrics_table_keeps_its_steps_and_times(tmp_path: Path) -> None:
     assert [(e.step, e.value, e.wall_time) for e in events] == [(1, 1.0, when.timestamp()), (2, 2.0, when.timestamp())]
 
 
+def test_steps_that_the_run_went_back_before_are_forgotten_also_by_a_later_process(tmp_path: Path) -> None:
+    first = TensorBoardTracker(tmp_path)
+    for step in (1, 2, 3, 4):
+        first.scalars(step, {"a": 1.0})
+    first.close()
+    later = TensorBoardTracker(tmp_path)
+    later.gone_back(2)
+    later.scalars(3, {"a": 2.0})
+    later.close()
+    assert [(e.step, e.value) for e in read(tmp_path).Scalars("a")] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
 def test_values_stand_on_disk_before_the_tracker_closes(tmp_path: Path) -> None:
     TensorBoardTracker(tmp_path).scalars(1, {"a": 1.0})
     assert len(read(tmp_path).Scalars("a")) == 1

@@ -1,5 +1,7 @@
 """Resolving a run: precedence, origins, typed values, and what is said about wrong ones."""
 
+from datetime import UTC, datetime
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -218,3 +220,33 @@ def test_parse_value_takes_unknown_fields_as_toml():
     assert loader.parse_value("3", None) == 3
     assert loader.parse_value("none", None) is None
     assert loader.parse_value("a word", None) == "a word"
+
+
+def test_a_schedulers_end_of_the_job_counts_where_nothing_else_is_said(tmp_path):
+    environ = {"SLURM_JOB_END_TIME": "1790000000"}
+    resolved = load(environ=environ)
+    assert resolved.config.run.end_by == datetime(2026, 9, 21, 14, 13, 20, tzinfo=UTC)
+    assert resolved.origins["run.end_by"] == "environment SLURM_JOB_END_TIME"
+    mine = load(overrides=["run.end_by=2026-09-21T12:00:00Z"], environ=environ)
+    assert mine.config.run.end_by == datetime(2026, 9, 21, 12, tzinfo=UTC)
+    assert load(overrides=["run.end_by=none"], environ=environ).config.run.end_by is None
+    profile = tmp_path / "mine.toml"
+    profile.write_text("[run]\nend_by = 2026-09-21T13:00:00+02:00\n")
+    assert load(profile, environ=environ).config.run.end_by == datetime(2026, 9, 21, 11, tzinfo=UTC)
+    with pytest.raises(ConfigError, match="SLURM_JOB_END_TIME is 'soon', expected seconds since 1970"):
+        load(environ={"SLURM_JOB_END_TIME": "soon"})
+
+
+@pytest.mark.parametrize("value", ["auto", "disable", 0, 7])
+def test_resuming_is_automatic_disabled_or_a_step(value):
+    assert load(overrides=[f"run.resume={value}"], environ={}).config.run.resume == value
+
+
+@pytest.mark.parametrize(("value", "seen"), [("-1", "-1"), ("true", "True"), ("never", "'never'"), ('"7"', "'7'")])
+def test_another_way_of_resuming_is_refused_with_what_there_is(value, seen):
+    with pytest.raises(ConfigError) as refusal:
+        load(overrides=[f"run.resume={value}"], environ={})
+    assert str(refusal.value) == (
+        f"run.resume is {seen} (--set run.resume={value}): expected one of 'auto', 'disable' or a whole number of at "
+        "least 0"
+    )

@@ -11,6 +11,7 @@ from verl_omni_core.errors import ConfigError, ContractError, StoreError
 from verl_omni_core.stages import export as stage
 from verl_omni_core.stages.export import export
 from verl_omni_core.stages.trained import find_weights, spans
+from verl_omni_core.store import trusted
 from verl_omni_core.training import export as writing
 from verl_omni_core.weights.filesystem import read_update
 
@@ -125,9 +126,8 @@ def test_damaged_weights_are_not_exported(store, tmp_path):
     data[-1] ^= 1
     path.write_bytes(bytes(data))
     # another process: this one trusts what it wrote itself
-    from verl_omni_core.store import attempt
 
-    attempt._trusted.clear()
+    trusted._trusted.clear()
     with pytest.raises(StoreError, match="sha256"):
         export("adapters", tmp_path / "out", store=store)
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.stages import fork as fork_module
 from verl_omni_core.stages.fork import Forked, fork
 from verl_omni_core.stages.session import let_go
-from verl_omni_core.store import attempt, runs
+from verl_omni_core.store import runs, trusted
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.training.checkpoint import INDEX_FILE
@@ -64,6 +64,16 @@ def test_a_fork_with_another_learning_rate_trains_other_weights_from_the_same_st
     made = fork("parent", store=trained, step=2, overrides=["training.learning_rate=1e-2"])
     own, parents = go_on(made, pipeline, monkeypatch), checksums(trained / "parent")
     assert own[2, "sync"] == parents[2, "sync"] and own[3, "sync"] != parents[3, "sync"]
+
+
+def test_a_fork_of_a_fork_trains_what_the_first_run_did(trained, pipeline, monkeypatch):
+    between = fork("parent", store=trained, step=1)
+    go_on(between, pipeline, monkeypatch)
+    for step in (1, 2):  # the snapshot that it took over, and one of its own
+        made = fork(between.run.run_id, store=trained, step=step)
+        own, parents = go_on(made, pipeline, monkeypatch), checksums(trained / "parent")
+        assert own == {key: parents[key] for key in own} and (STEPS, "sync") in own
+        assert str(made.lineage) == f"{between.run.run_id}@{step}"
 
 
 def test_a_fork_starts_at_the_newest_snapshot_and_says_where_it_comes_from(trained):
@@ -167,7 +177,7 @@ def test_a_damaged_snapshot_is_not_taken_over(trained, tmp_path):
     flipped = bytearray(tensors.read_bytes())
     flipped[-1] ^= 1
     tensors.write_bytes(flipped)
-    attempt._trusted.clear()
+    trusted._trusted.clear()
     before = tree(tmp_path / "parent")
     with pytest.raises(StoreError, match=f"{tensors.name}.*sha256"):
         fork("parent", store=tmp_path)

@@ -11,13 +11,13 @@ import pytest
 from verl_omni_core.errors import ConfigError, EngineError, StoreError
 from verl_omni_core.settings.loader import apply_overrides
 from verl_omni_core.settings.run import RunConfig
-from verl_omni_core.stages import ending, evaluate, opening
+from verl_omni_core.stages import ending, evaluate, opening, rewind
 from verl_omni_core.stages.ending import let_go_on_failure
 from verl_omni_core.stages.opening import open_run, restore
 from verl_omni_core.stages.plan import plan
 from verl_omni_core.stages.session import let_go, session_of
 from verl_omni_core.stages.subjects import Evaluation
-from verl_omni_core.store import runs
+from verl_omni_core.store import runs, trusted
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import is_owned, take_ownership
 from verl_omni_core.training.checkpoint import INDEX_FILE
@@ -39,6 +39,9 @@ class _Trainer:
             raise StoreError("a tensor file changed after it was written")
         self.held = step
         return step
+
+    def reset(self) -> None:
+        self.held = 0
 
 
 @pytest.fixture(autouse=True)
@@ -84,11 +87,22 @@ def test_a_run_that_was_started_without_a_name_is_resumed_by_the_one_that_it_got
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_settings_are_checked_when_a_run_is_made_or_changes_and_not_when_it_goes_on(tmp_path, trainer, monkeypatch):
+    checked: list[int] = []
+    monkeypatch.setattr(opening, "check", lambda config: checked.append(config.run.steps))
+    for steps in (3, 3, 5, 5, 3):
+        _opened(_settings(tmp_path, "run.id=a", f"run.steps={steps}"))
+    assert checked == [3, 5, 3]
+
+
 @pytest.mark.parametrize(
     "override",
     [
         "run.steps=99",
         "run.checkpoint_every=1",
+        "run.end_by=2999-01-01T00:00:00Z",
+        "run.end_margin_s=5",
+        "durability.level=ledger",
         "rollout.request_timeout_s=900",
         "training.step_timeout_s=9",
         "rollout.max_attempts=5",
@@ -142,9 +156,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, tra
     flipped = bytearray(files[3].read_bytes())
     flipped[3] ^= 1
     files[3].write_bytes(flipped)
-    from verl_omni_core.store import attempt
 
-    attempt._trusted.clear()  # as in a new process
+    trusted._trusted.clear()  # as in a new process
     with caplog.at_level(logging.WARNING):
         open_run(_settings(tmp_path, "run.id=a"))
     let_go(str(root))
@@ -154,6 +167,99 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, tra
         (True, False),
         (False, True),
     ]
+
+
+def _run_of_three_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = _opened(_settings(tmp_path, "run.id=a")).root
+    monkeypatch.setattr(opening, "plan", lambda run, step: None)
+    for step in (1, 2, 3):
+        for stage in ("plan", "update", "log", "checkpoint"):
+            _commit(root, step, stage, b'{"step": %d}' % step)
+    return root
+
+
+@pytest.mark.parametrize("held", [0, 3])
+def test_a_run_that_goes_back_to_a_step_begins_after_it_also_with_a_living_trainer(
+    tmp_path, trainer, monkeypatch, held
+):
+    root = _run_of_three_steps(tmp_path, monkeypatch)
+    trainer.held = held
+    ref = open_run(_settings(tmp_path, "run.id=a", "run.resume=2"))
+    assert (ref.done, trainer.held) == (2, 2)
+    assert runs.steps_done(root) == 2
+    let_go(ref.root)
+    ref = open_run(_settings(tmp_path, "run.id=a", "run.resume=0"))
+    assert (ref.done, trainer.held) == (0, 0)
+    let_go(ref.root)
+
+
+def test_a_flow_run_that_is_retried_goes_back_once(tmp_path, trainer, monkeypatch):
+    root = _run_of_three_steps(tmp_path, monkeypatch)
+    config = _settings(tmp_path, "run.id=a", "run.resume=1")
+    for expected in (1, 2):
+        ref = open_run(config, request="flow run 1")
+        assert ref.done == expected
+        let_go(ref.root)
+        for stage in ("plan", "update", "log", "checkpoint"):
+            _commit(root, 2, stage)
+        trainer.held = 2
+    ref = open_run(config, request="flow run 2")
+    assert ref.done == 1
+    let_go(ref.root)
+
+
+def test_a_start_finishes_a_rewind_that_broke_off_before_it_looks_at_anything(tmp_path, trainer, monkeypatch):
+    root = _run_of_three_steps(tmp_path, monkeypatch)
+    ref = open_run(_settings(tmp_path, "run.id=a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(rewind, "finish_rewind", lambda *_: None)
+        rewind.set_aside(session_of(ref), 1, "broken off at its beginning")
+    let_go(ref.root)
+    trainer.held = 0
+    ref = open_run(_settings(tmp_path, "run.id=a"))
+    assert (ref.done, trainer.held, runs.steps_done(root)) == (1, 1, 1)
+    let_go(ref.root)
+
+
+def test_a_run_that_exists_is_refused_where_resuming_is_disabled_unless_it_is_the_flow_runs_own(tmp_path, trainer):
+    config = _settings(tmp_path, "run.id=a", "run.resume=disable")
+    for _ in range(2):
+        let_go(open_run(config, request="flow run 1").root)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    for request in (None, "flow run 2"):
+        with pytest.raises(ConfigError, match=r"'a' exists .* run\.resume is disable; give run\.id another value"):
+            open_run(config, request=request)
+    assert sorted(path for path in tmp_path.rglob("*")) == before and not is_owned(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("run_id", "message"), [("a", r"run\.resume is 5, but run 'a' has done 3 steps"), ("b", "there is no run 'b'")]
+)
+def test_a_step_that_there_is_not_is_refused_and_nothing_changes(tmp_path, trainer, monkeypatch, run_id, message):
+    _run_of_three_steps(tmp_path, monkeypatch)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=message):
+        open_run(_settings(tmp_path, f"run.id={run_id}", "run.resume=5"))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_step_that_can_be_neither_loaded_nor_replayed_is_refused_before_anything_changes(
+    tmp_path, trainer, monkeypatch
+):
+    root = _run_of_three_steps(tmp_path, monkeypatch)
+    for step in (1, 2):
+        next(root.glob(f"steps/{step:06d}/checkpoint/attempts/*/{INDEX_FILE}")).unlink()
+    (root / "steps/000001/update/COMMIT").unlink()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"of step 0, and the batches of steps 1 to 1.*a checkpoint: 3$"):
+        open_run(_settings(tmp_path, "run.id=a", "run.resume=2"))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_machine_whose_time_has_ended_starts_nothing(tmp_path, trainer):
+    with pytest.raises(ConfigError, match="which has passed"):
+        open_run(_settings(tmp_path, "run.id=a", "run.end_by=2020-01-01T00:00:00Z"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_training_prompts_under_the_same_file_name_are_told(tmp_path, trainer):

@@ -19,8 +19,7 @@ from benchmarks.long_run import unsynced
 from verl_omni_core.errors import FencedError, StoreError
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.retention import Policy, remove, retain, wanted
-from verl_omni_core.store import attempt as attempt_module
-from verl_omni_core.store import durable_files, verified
+from verl_omni_core.store import durable_files, trusted, verified
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import Ownership, take_ownership
 from verl_omni_core.store.manifest import ArtifactRef
@@ -139,7 +138,7 @@ def store(tmp_path: Path) -> Iterator[RunStore]:
 def cheap_disk() -> Iterator[None]:
     """Wait for no disk, and begin as a process that has verified nothing yet."""
     verified.reads_back.cache_clear()
-    with unsynced(), mock.patch("os.fsync"), mock.patch.object(attempt_module, "_trusted", {}):
+    with unsynced(), mock.patch("os.fsync"), mock.patch.object(trusted, "_trusted", {}):
         yield
 
 
@@ -319,7 +318,7 @@ class Retention(RuleBasedStateMachine):
         if self.own is not None:
             self.own.release()
         verified.reads_back.cache_clear()
-        attempt_module._trusted.clear()
+        trusted._trusted.clear()
         self.own: Ownership = take_ownership(self.root, "me")
         self.store = RunStore(self.root, epoch=self.own.epoch)
         self.session = session_of(self.store, self.run)

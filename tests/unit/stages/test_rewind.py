@@ -49,8 +49,11 @@ def committed(root):
     return {step: {p.parent.name for p in (root / "steps" / f"{step:06d}").glob("*/COMMIT")} for step in store.steps()}
 
 
-@pytest.mark.parametrize("durability", [{}, {"level": "ledger", "snapshot_every": 2}], ids=["snapshot", "ledger"])
-@pytest.mark.parametrize("lives", [True, False])
+@pytest.mark.parametrize(
+    ("durability", "lives"),
+    [({}, True), ({"level": "ledger", "snapshot_every": 2}, False)],
+    ids=["a snapshot of each step and a living trainer", "the ledger and a new trainer"],
+)
 def test_from_any_step_the_run_trains_on_exactly_as_it_did(made, expected, durability, lives):
     run = made(durability=durability)
     session = run.restart()
@@ -152,14 +155,25 @@ class Dies(BaseException):
     pass
 
 
-def test_a_rewind_that_breaks_off_anywhere_is_finished_by_the_next_start(made, monkeypatch):
-    run = made()
-    run.train(run.restart())
-    whole = committed(run.root)
-    stages = len(whole[3]) + len(whole[4])
+def commit_by_hand(session, step):
+    """Commit a few stages of a step, and its update in the ledger."""
+    parents = []
+    for stage in ("plan", "rollout", "update", "sync"):
+        attempt = session.store.attempt(step, stage, "key", parents=parents)
+        parents = [attempt.commit([attempt.write_file("a", b"a")], rows=1, parents=parents, producer={})]
+        if stage == "rollout":
+            session.ledger.append({"update_id": f"{step:06d}/0000", "step": step, "kind": "opt"})
+
+
+def test_a_rewind_that_breaks_off_anywhere_is_finished_by_the_next_start(tmp_path, monkeypatch):
+    config = owned_run.make(tmp_path)
     broke_off = []
-    for survived in range(stages + 3):
-        session = run.restart()
+    for survived in range(11):
+        session = owned_run.take(config)
+        finish_rewind(session.store, session.ledger)
+        for step in range(steps_done(session.root) + 1, 5):
+            commit_by_hand(session, step)
+        whole = committed(session.root)
         calls = []
 
         def dies(paths, real=rejection.sync_all, calls=calls, survived=survived):
@@ -175,17 +189,40 @@ def test_a_rewind_that_breaks_off_anywhere_is_finished_by_the_next_start(made, m
                 set_aside(session, 2, "a test goes back")
             except Dies:
                 broke_off.append(survived)
-        rewinds = len([r for r in Ledger(run.root).records() if r["kind"] == "rewind"])
+        owned_run.leave(session)
+        let_go(str(session.root))
         for _ in range(2):
-            finish_rewind(RunStore(run.root), Ledger(run.root))
-        kinds = [record["kind"] for record in Ledger(run.root).records()]
-        assert kinds.count("rewind") == survived + 1 and rewinds in (survived, survived + 1)
-        assert not (run.root / REWIND_MARKER).exists()
-        assert committed(run.root) == {**whole, 3: set(), 4: set()}
-        session = run.restart(session.actors.trainer)
-        run.train(run.resume())
-        assert ids(run.root) == IDS
-    assert broke_off == list(range(stages + 1))  # each stage taken back, and the marker
+            later = owned_run.take(config)
+            finish_rewind(later.store, later.ledger)
+            assert not (later.root / REWIND_MARKER).exists()
+            assert committed(later.root) == {**whole, 3: set(), 4: set()}
+            assert ids(later.root) == ["000001/0000", "000002/0000"]
+            kinds = [record["kind"] for record in later.ledger.records()]
+            assert kinds.count("rewind") == survived + 1
+            owned_run.leave(later)
+            let_go(str(later.root))
+    assert broke_off == list(range(9))  # each of the eight stages taken back, and the marker
+
+
+def test_a_rewind_that_breaks_off_after_its_record_is_recorded_once(tmp_path, monkeypatch):
+    config = owned_run.make(tmp_path)
+    session = owned_run.take(config)
+    commit_by_hand(session, 1)
+    append = session.ledger.append
+
+    def dies(record):
+        append(record)
+        raise Dies
+
+    monkeypatch.setattr(session.ledger, "append", dies)
+    with pytest.raises(Dies):
+        set_aside(session, 0, "a test goes back")
+    owned_run.leave(session)
+    let_go(str(session.root))
+    later = owned_run.take(config)
+    finish_rewind(later.store, later.ledger)
+    assert [record["kind"] for record in later.ledger.records()] == ["opt", "rewind"]
+    assert not (later.root / REWIND_MARKER).exists()
 
 
 def test_the_prompts_after_going_back_are_those_from_before_across_the_ends_of_epochs(tmp_path):

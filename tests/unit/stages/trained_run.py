@@ -8,7 +8,7 @@ from tests.workers import committed_step
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import checkpoint
 from verl_omni_core.stages.opening import restore
-from verl_omni_core.stages.schedule import checkpoint_due, snapshot_due
+from verl_omni_core.stages.schedule import snapshot_due
 from verl_omni_core.stages.session import RunRef, Session, let_go, register
 from verl_omni_core.stages.snapshot import begin_checkpoint
 from verl_omni_core.stages.sync import AVERAGE, POLICY, weights_artifact
@@ -37,6 +37,7 @@ def settings(store: Path, pipeline: Path, **groups: dict[str, Any]) -> RunConfig
     values["data"] |= {"prompts_per_step": 2}
     values["rollout"] |= {"group_size": 5}
     values["training"] |= {"prompts_per_update": 1, "schedule": "cosine"}
+    values["tracking"] |= {"tensorboard": False}
     values["algorithm"] |= {"max_ratio_deviation": None}  # every step's samples here are the base's
     for group, changes in groups.items():
         values[group] |= changes
@@ -75,8 +76,7 @@ class TrainedRun:
         if snapshot_due(self.config, step - 1):
             checkpoint(session.ref, step - 1)
         self.update(session, step)
-        if checkpoint_due(self.config, step):
-            begin_checkpoint(session.ref, step)
+        begin_checkpoint(session.ref, step)
 
     def train(self, session: Session, last: int = STEPS) -> dict[int, tuple[str, str]]:
         """Train from where the trainer stands; return the checksums of policy and average after each step."""

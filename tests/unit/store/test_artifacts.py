@@ -18,6 +18,7 @@ from verl_omni_core.batches.schema import check_schema, metadata_of
 from verl_omni_core.batches.tables import build_table, read_tensor
 from verl_omni_core.errors import ContractError, FencedError, StoreError
 from verl_omni_core.store import attempt as attempt_module
+from verl_omni_core.store import trusted
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.manifest import ArtifactRef, Manifest
 
@@ -45,7 +46,7 @@ def flip_bit(path, offset: int = -1) -> None:
 
 def forget(monkeypatch) -> None:
     """Make this process one that has not written or verified anything."""
-    monkeypatch.setattr(attempt_module, "_trusted", {})
+    monkeypatch.setattr(trusted, "_trusted", {})
 
 
 def test_a_committed_stage_is_found_and_read_by_its_reference(store):

@@ -4,11 +4,13 @@ import json
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.unit.store.processes import LIMIT_S, answers, kill_after, start
 from verl_omni_core.batches.schema import SCHEMAS, check_schema
 from verl_omni_core.errors import ContractError, FencedError, StoreError
-from verl_omni_core.store.ledger import Ledger
+from verl_omni_core.store.ledger import Ledger, standing
 
 
 def update(step: int) -> dict:
@@ -147,3 +149,41 @@ except PermissionError as error:
         racer.stdin.flush()
     assert sorted(answers(racer)[-1] for racer in racers) == ["1", "fenced"]
     assert len(Ledger(tmp_path).records()) == 1
+
+
+@given(st.lists(st.integers(-1, 5), max_size=40))
+def test_after_any_steps_and_rewinds_each_step_up_to_the_present_one_stands_once(moves):
+    """-1 makes the next step, in two updates; another number goes back to that step, if the run is that far."""
+    records, present = [], 0
+    for number, move in enumerate(moves):
+        if move < 0:
+            present += 1
+            records += [{"kind": "opt", "step": present, "made": number, "minibatch": half} for half in (0, 1)]
+        else:
+            records.append({"kind": "rewind", "step": present, "to_version": min(move, present)})
+            present = min(move, present)
+    kept = standing(records)
+    assert [(r["step"], r["minibatch"]) for r in kept] == [(s, half) for s in range(1, present + 1) for half in (0, 1)]
+    newest = {(r["step"], r["minibatch"]): r["made"] for r in records if r["kind"] == "opt"}
+    assert all(r["made"] == newest[r["step"], r["minibatch"]] for r in kept)
+
+
+@given(count=st.integers(1, 8), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_record_that_is_missing_is_told_without_reading_the_others(tmp_path_factory, count, data):
+    lost = data.draw(st.sets(st.integers(1, count)))
+    root = tmp_path_factory.mktemp("run")
+    ledger = Ledger(root)
+    for step in range(1, count + 1):
+        ledger.append({"step": step})
+    paths = {number: root / "ledger" / f"{number:012d}.json" for number in range(1, count + 1)}
+    for number in lost:
+        paths[number].unlink()
+    left = sorted(set(paths) - lost)
+    for number in left[:-1]:
+        paths[number].write_text("not read")
+    if not left or not lost:  # a ledger without any record is that of a run that keeps none
+        Ledger(root).check_complete(count)
+        return
+    with pytest.raises(StoreError, match=f"lacks record {min(lost)} of|ends with step {left[-1]}, but the update of"):
+        Ledger(root).check_complete(count)

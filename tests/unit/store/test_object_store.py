@@ -13,7 +13,7 @@ from tests.object_store import BUCKET, Wire, client, machine
 from tests.unit.store.processes import LIMIT_S, kill_after, start
 from verl_omni_core.errors import ConfigError, FencedError, StoreError
 from verl_omni_core.store import attempt as attempt_module
-from verl_omni_core.store import remote_lease, runs
+from verl_omni_core.store import remote_lease, runs, trusted
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import Ownership, is_owned, owners, take_ownership
 from verl_omni_core.store.ledger import Ledger
@@ -320,7 +320,7 @@ def test_a_damaged_copy_is_copied_anew(a, change, monkeypatch):
     [path] = a.rglob("samples-00000.arrow")
     content = path.read_bytes()
     path.write_bytes(change(content))
-    monkeypatch.setattr(attempt_module, "_trusted", {})
+    monkeypatch.setattr(trusted, "_trusted", {})
     assert RunStore(a).table(ref, "samples").num_rows == 8
     assert path.read_bytes() == content
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.object_store import machine
 from verl_omni_core.errors import FencedError
@@ -22,8 +22,8 @@ from verl_omni_core.store.manifest import ArtifactRef, FileRecord
 from verl_omni_core.store.places import remote_of
 
 STAGES = ((1, "rollout"), (1, "reward"))
-WRITERS = st.integers(0, 1)
 STAGE = st.sampled_from(STAGES)
+SHARDS = st.sets(st.integers(0, 2))
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Protocol(RuleBasedStateMachine):
         self.committed: dict[tuple[int, str], ArtifactRef] = {}
         self.shards: dict[tuple[int, str], set[int]] = {stage: set() for stage in STAGES}
         self.ledger: list[int] = []  # epoch of each record
-        self.seen = {id(writer): 0 for writer in self.writers}  # records when the writer's ledger was opened
+        self.take(0, expired=False)
 
     def teardown(self) -> None:
         for writer in self.writers:
@@ -79,12 +79,21 @@ class Protocol(RuleBasedStateMachine):
                 if (step, stage) not in self.committed:
                     assert numbers <= store.finished_shards(step, stage, "k").keys()
 
+    @property
+    def newest(self) -> Writer:
+        """The writer that took the run last, whether it lives or not."""
+        return max(self.writers, key=lambda writer: writer.epoch)
+
+    @property
+    def zombie(self) -> Writer:
+        return min(self.writers, key=lambda writer: writer.epoch)
+
     def refuses(self, writer: Writer, expired: bool) -> bool:
         if self.holder is None or (self.holder is writer and writer.own is None):
             return False
         return not expired if self.is_remote else not self.crashed
 
-    @rule(number=WRITERS, expired=st.booleans())
+    @rule(number=st.integers(0, 1), expired=st.booleans())
     def take(self, number: int, expired: bool) -> None:
         writer = self.writers[number]
         if writer.own is not None:
@@ -99,64 +108,52 @@ class Protocol(RuleBasedStateMachine):
         self.epoch += 1
         assert writer.own.epoch == self.epoch
         self.holder, self.crashed = writer, False
-        writer.store, writer.ledger = (
-            RunStore(writer.root, epoch=self.epoch),
-            Ledger(writer.root, epoch=self.epoch),
-        )
-        self.seen[id(writer)] = len(writer.ledger.records())
+        writer.store = RunStore(writer.root, epoch=self.epoch)
+        writer.ledger = Ledger(writer.root, epoch=self.epoch)
+        assert len(writer.ledger.records()) == len(self.ledger)
 
-    @rule(number=WRITERS, by_crash=st.booleans())
-    def let_go(self, number: int, by_crash: bool) -> None:
-        writer = self.writers[number]
+    @rule(by_crash=st.booleans())
+    def let_go(self, by_crash: bool) -> None:
+        writer = self.newest
         if writer.own is None:
             return
-        is_holder = writer.own.epoch == self.epoch
         if by_crash:
             crash(writer.own)
         else:
             writer.own.release()
         writer.own = None
-        if is_holder:
-            self.crashed = by_crash
-            self.holder = writer if by_crash else None
+        self.holder, self.crashed = (writer if by_crash else None), by_crash
 
-    @rule(number=WRITERS, stage=STAGE)
-    def begin(self, number: int, stage: tuple[int, str]) -> None:
-        writer = self.writers[number]
-        if writer.store is None:
-            return
-        if writer.epoch < self.epoch:
-            with pytest.raises(FencedError):
-                writer.store.attempt(*stage, "k")
-            return
-        writer.tries.append(Try(writer.store.attempt(*stage, "k")))
+    @rule(stage=STAGE, shards=SHARDS, commits=st.booleans())
+    def work(self, stage: tuple[int, str], shards: set[int], commits: bool) -> None:
+        current = Try(self.newest.store.attempt(*stage, "k"))
+        for shard in sorted(shards):
+            file = current.attempt.write_file(f"{shard}.bin", b"%d" % shard)
+            assert current.attempt.finish_shard(shard, [file]).files == (file,)
+            current.files.append(file)
+        self.shards[stage] |= shards
+        self.newest.tries.append(current)
+        if commits:
+            self.commit(self.newest)
 
-    @rule(number=WRITERS, shard=st.integers(0, 2))
-    def finish_shard(self, number: int, shard: int) -> None:
-        current = [each for each in self.writers[number].tries if each.attempt.epoch == self.epoch]
-        if not current or any(file.name == f"{shard}.bin" for file in current[-1].files):
-            return
-        file = current[-1].attempt.write_file(f"{shard}.bin", b"%d" % shard)
-        assert current[-1].attempt.finish_shard(shard, [file]).files == (file,)
-        current[-1].files.append(file)
-        self.shards[current[-1].attempt.step, current[-1].attempt.stage].add(shard)
-
-    @rule(number=WRITERS)
-    def adopt(self, number: int) -> None:
-        current = [each for each in self.writers[number].tries if each.attempt.epoch == self.epoch and not each.files]
-        stages = {(each.attempt.step, each.attempt.stage): each for each in current}
-        for stage, each in stages.items():
-            if stage in self.committed:
-                continue
-            found = self.writers[number].store.finished_shards(*stage, "k")
+    @rule(stage=STAGE)
+    def work_on_what_is_there(self, stage: tuple[int, str]) -> None:
+        current = Try(self.newest.store.attempt(*stage, "k"))
+        found = self.newest.store.finished_shards(*stage, "k")
+        if stage not in self.committed:
             assert self.shards[stage] <= found.keys()
-            each.files = [file for record in found.values() for file in each.attempt.adopt(record).files]
+        current.files = [file for record in found.values() for file in current.attempt.adopt(record).files]
+        self.newest.tries.append(current)
+        self.commit(self.newest)
 
-    @rule(number=WRITERS)
-    def commit(self, number: int) -> None:
-        if not self.writers[number].tries:
-            return
-        each = self.writers[number].tries.pop()
+    @rule(by_zombie=st.booleans())
+    def commit_late(self, by_zombie: bool) -> None:
+        writer = self.zombie if by_zombie else self.newest
+        if writer.tries:
+            self.commit(writer)
+
+    def commit(self, writer: Writer) -> None:
+        each = writer.tries.pop()
         stage = (each.attempt.step, each.attempt.stage)
 
         def act() -> ArtifactRef:
@@ -170,40 +167,41 @@ class Protocol(RuleBasedStateMachine):
         assert ref == self.committed.setdefault(stage, ref)
         assert act() == ref if ref.attempt == each.attempt.name else not each.attempt.folder.exists()
 
-    @rule(number=WRITERS)
-    def append(self, number: int) -> None:
-        writer = self.writers[number]
-        if writer.ledger is None:
-            return
-        if writer.epoch < self.epoch or self.seen[id(writer)] < len(self.ledger):
-            with pytest.raises(FencedError):
-                writer.ledger.append({"writer": number})
-            return
-        self.ledger.append(writer.epoch)
-        self.seen[id(writer)] += 1
-        assert writer.ledger.append({"writer": number}) == len(self.ledger)
+    @rule()
+    def append(self) -> None:
+        self.ledger.append(self.epoch)
+        assert self.newest.ledger.append({"epoch": self.epoch}) == len(self.ledger)
 
-    @precondition(lambda self: self.epoch > 1)
-    @rule(number=WRITERS)
-    def sweep(self, number: int) -> None:
-        writer = self.writers[number]
-        if writer.store is None:
+    @rule()
+    def append_from_a_ledger_that_was_opened_before_the_last_record(self) -> None:
+        late = Ledger(self.newest.root, epoch=self.epoch)
+        late.records()
+        self.append()
+        with pytest.raises(FencedError, match=r"somebody else wrote to the ledger"):
+            late.append({"epoch": self.epoch})
+
+    @rule()
+    def sweep(self) -> None:
+        self.newest.store.sweep()
+
+    @rule(stage=STAGE)
+    def the_older_writer_is_refused(self, stage: tuple[int, str]) -> None:
+        zombie = self.zombie
+        if zombie.store is None:
             return
-        if writer.epoch < self.epoch:
+        for act in (
+            lambda: zombie.store.attempt(*stage, "k"),
+            lambda: zombie.ledger.append({"epoch": zombie.epoch}),
+            zombie.store.sweep,
+        ):
             with pytest.raises(FencedError):
-                writer.store.sweep()
-            return
-        writer.store.sweep()
+                act()
 
     @invariant()
-    def every_stage_has_the_one_commit_that_it_got_first(self) -> None:
-        for stage in STAGES:
-            assert {RunStore(writer.root).find(*stage) for writer in self.writers} == {self.committed.get(stage)}
-
-    @invariant()
-    def the_ledger_has_every_record_in_order_without_gaps_and_epochs_never_go_back(self) -> None:
+    def every_stage_has_its_first_commit_and_the_ledger_every_record(self) -> None:
         assert self.ledger == sorted(self.ledger)
         for writer in self.writers:
+            assert [RunStore(writer.root).find(*stage) for stage in STAGES] == [self.committed.get(s) for s in STAGES]
             records = Ledger(writer.root).records()
             assert [record["sequence"] for record in records] == list(range(1, len(self.ledger) + 1))
             assert [record["fence_epoch"] for record in records] == self.ledger

@@ -1,6 +1,8 @@
 """A result that turned out wrong is taken back, with all that stands on it, and nothing else."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +13,7 @@ from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import take_ownership
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.places import REJECTED
-from verl_omni_core.store.rejection import reject
+from verl_omni_core.store.rejection import reject, reject_step
 
 
 @pytest.fixture
@@ -63,3 +65,30 @@ def test_only_the_owner_rejects(tmp_path):
         reject(RunStore(tmp_path, epoch=old.epoch), drawn, "wrong")
     assert RunStore(tmp_path, epoch=new.epoch).find(2, "rollout") == drawn
     new.release()
+
+
+def test_a_step_is_taken_back_newest_first_whatever_came_of_what_and_twice_is_once(store):
+    kept = commit(store, "update", step=1)
+    made = [commit(store, stage) for stage in ("plan", "rollout", "update", "sync")]
+    for age, ref in enumerate(made):  # commits of one instant have no order
+        os.utime(Path(store.root) / "steps" / "000002" / ref.stage / "COMMIT", (age, age))
+    assert reject_step(store, 2, "back to step 1") == made[::-1]
+    assert reject_step(store, 2, "back to step 1") == []
+    assert all(store.find(2, ref.stage) is None for ref in made) and store.find(1, "update") == kept
+    for ref in made:
+        folder = Path(store.root) / "steps" / "000002" / ref.stage / "attempts" / ref.attempt
+        assert json.loads((folder / REJECTED).read_text())["reason"] == "back to step 1"
+    again = commit(store, "rollout")
+    assert reject_step(store, 2, "again") == [again]
+
+
+def test_a_step_is_taken_back_by_the_owner_alone_and_without_its_files_too(tmp_path):
+    own = take_ownership(tmp_path, "a")
+    drawn = commit(RunStore(tmp_path, epoch=own.epoch), "rollout")
+    shutil.rmtree(tmp_path / "steps" / "000002" / "rollout" / "attempts" / drawn.attempt)
+    own.release()
+    newer = take_ownership(tmp_path, "b")
+    with pytest.raises(FencedError):
+        reject_step(RunStore(tmp_path, epoch=own.epoch), 2, "late")
+    assert reject_step(RunStore(tmp_path, epoch=newer.epoch), 2, "mine") == [drawn]
+    newer.release()

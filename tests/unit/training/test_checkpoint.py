@@ -74,6 +74,20 @@ def test_a_checkpoint_of_a_network_of_another_size_is_refused_by_the_name_of_wha
     _refused(pipeline, saved, ConfigError, "num_layers = 24 there, this trainer has num_layers = 2")
 
 
+def test_a_checkpoint_with_other_tensors_is_refused_and_leaves_the_moments(pipeline, batch, saved):
+    index = json.loads((saved / checkpoint.INDEX_FILE).read_text())
+    name = next(name for name in index["tensors"] if name.startswith("model."))
+    index["tensors"][name] = [3, 3]
+    (saved / checkpoint.INDEX_FILE).write_text(json.dumps(index))
+    made = tiny.engine(pipeline, ema_decay=0.9)
+    programs.one_step(made, batch)
+    before = {name: tensor.clone() for name, tensor in state_of(made)[0].items()}
+    with pytest.raises(ConfigError, match=r"1 tensors differ, first .*: shape \[3, 3\] there"):
+        made.load_checkpoint(saved)
+    after, _ = state_of(made)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
 def test_what_is_written_is_compared_with_what_is_read_back(pipeline, tmp_path, monkeypatch):
     made = tiny.engine(pipeline)
     real = checkpoint._read

@@ -1,0 +1,76 @@
+"""Bits that flip and files that are cut: in shards and in checkpoints."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.injected.planned import Fault
+from tests.faults.page import Outcome
+from tests.faults.proof import assert_nothing_lost_or_doubled
+from tests.faults.subject import Subject, flip_bit, truncate
+
+pytestmark = [pytest.mark.engine, pytest.mark.faults, pytest.mark.full, pytest.mark.timeout(1200)]
+
+CASES = (
+    *("finished-shard-cut", "committed-shard-flipped", "committed-shard-cut", "checkpoint-flipped", "checkpoint-cut"),
+)
+
+
+def _damaged(run: Subject, path: Path, damage: Callable[[Path], None]) -> float:
+    """Damage a file that the run needs, see the next flow refuse it, and put it back; returns when that was."""
+    intact, commits, ledger = path.read_bytes(), run.recorded.commits(), sorted((run.root / "ledger").iterdir())
+    damage(path)
+    refused = run.start()
+    assert refused.wait() == 1
+    assert "StoreError" in refused.output() and path.name in refused.output() and "restore" in refused.output()
+    assert sorted((run.root / "ledger").iterdir()) == ledger
+    assert {name: run.recorded.commits()[name] for name in commits} == commits
+    path.write_bytes(intact)
+    return time.time()
+
+
+def _without_trainer(run: Subject, damage: Callable[[Path], None]) -> tuple[float, Path, bytes]:
+    """Damage the newest checkpoint's largest file once all actors have ended."""
+    run.end()
+    path = max(run.shard_files(2, "checkpoint", "*"), key=lambda path: path.stat().st_size)
+    intact = path.read_bytes()
+    damage(path)
+    return time.time(), path, intact
+
+
+@pytest.fixture(scope="module")
+def outcomes(subject_of: Callable[..., Subject], outcome_of: Callable[..., Outcome]) -> dict[str, Outcome]:
+    run, struck = subject_of("damage"), {}
+    run.killed_at(Fault("commit.ready", where={"step": 2, "stage": "rollout"}))
+    (shard,) = run.shard_files(2, "rollout", "media-00002.arrow")
+    truncate(shard)
+    struck["finished-shard-cut"] = time.time()
+    run.killed_at(Fault("commit.done", where={"step": 2, "stage": "rollout"}))
+    attempt = run.root / "steps" / "000002" / "rollout" / "attempts" / run.recorded.ref(2, "rollout").attempt
+    # the stage `reward` reads the first in the flow's process, `old_log_probs` the second in a rank's
+    struck["committed-shard-cut"] = _damaged(run, attempt / "media-00001.arrow", truncate)
+    struck["committed-shard-flipped"] = _damaged(run, attempt / "trajectories-00001.arrow", flip_bit)
+    run.killed_at(Fault("commit.done", where={"step": 2, "stage": "checkpoint"}))
+    struck["checkpoint-flipped"], path, intact = _without_trainer(run, flip_bit)
+    run.killed_at(Fault("commit.done", where={"step": 2, "stage": "log"}))
+    path.write_bytes(intact)
+    struck["checkpoint-cut"], _, _ = _without_trainer(run, truncate)
+    run.finish()
+    assert_nothing_lost_or_doubled(run.recorded, run.config, damaged=[(2, "checkpoint")])
+    refused = "refused with the file's name, and nothing was changed; once it was restored from a copy the run went on"
+    passed_over = "passed over for the one before it, and the committed batches after that were trained again"
+    happened = {"finished-shard-cut": "the next flow drew that pack again and took over the others"}
+    happened |= dict.fromkeys(("committed-shard-flipped", "committed-shard-cut"), refused)
+    happened |= dict.fromkeys(("checkpoint-flipped", "checkpoint-cut"), passed_over)
+    return {case: outcome_of(run, case, at, happened[case]) for case, at in struck.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_final_weights_are_those_of_a_run_that_met_no_fault(outcomes: dict[str, Outcome], case: str) -> None:
+    assert outcomes[case].equal
+
+
+def test_a_finished_pack_that_is_cut_is_drawn_again_and_no_other(outcomes: dict[str, Outcome]) -> None:
+    assert {case: outcome.packs for case, outcome in outcomes.items() if outcome.packs} == {"finished-shard-cut": 1}
