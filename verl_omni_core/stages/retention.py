@@ -17,7 +17,7 @@ from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.stages.preview import STAGE as PREVIEW
 from verl_omni_core.stages.rollout import STAGE as ROLLOUT
-from verl_omni_core.stages.schedule import policy_version
+from verl_omni_core.stages.schedule import is_kept, policy_version
 from verl_omni_core.stages.session import Session
 from verl_omni_core.stages.trained import STAGES as WEIGHTS
 from verl_omni_core.stages.validate import SAMPLES
@@ -132,8 +132,8 @@ class Policy:
 
     def weights(self, step: int) -> Found:
         """Return what goes of a step's weights once they may."""
-        every, found = self.config.run.checkpoint_every, Found()
-        if (every and step % every == 0) or self.store.find(step, VALIDATE) is not None:
+        found = Found()
+        if is_kept(self.config, step) or self.store.find(step, VALIDATE) is not None:
             return found
         for stage in WEIGHTS.values():
             found = self._add(found, step, stage, "weight_steps", lambda file: True)
@@ -145,9 +145,10 @@ class Policy:
         Args:
             steps: those to look at, newest first.
         """
-        every, keep = self.config.run.checkpoint_every, self.settings.checkpoints
+        keep = self.settings.checkpoints
         if keep is None:
             return [], self.done
+        keeps_whole = self.config.durability.checkpoint_contents == "all"
         newest: list[int] = []
         others: list[int] = []
         for step in steps:
@@ -156,7 +157,7 @@ class Policy:
                 continue
             if len(newest) < keep:
                 newest.append(step)
-            elif not every or step % every:
+            elif not (keeps_whole and is_kept(self.config, step)):
                 others.append(step)
         going = [step for step in reversed(others) if step < self.verified_step] if others else []
         removals = [r for s in going for r in self._add(Found(), s, CHECKPOINT, "checkpoints", lambda f: True).removals]

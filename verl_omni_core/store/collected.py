@@ -61,8 +61,10 @@ def is_collected(root: Path, ref: ArtifactRef) -> bool:
 
 
 def present_files(attempt: Path, files: Iterable[FileRecord]) -> list[FileRecord]:
-    """Return those of an attempt's files that are on the disk."""
-    return [file for file in files if (attempt / safe_name(file.name)).is_file()]
+    """Return those of an attempt's files that are on the disk, or among the run's objects."""
+    files = list(files)
+    there = mirror.present(_run_of(attempt), attempt, [safe_name(file.name) for file in files])
+    return [file for file in files if file.name in there]
 
 
 def collect(attempt: Path, files: Sequence[FileRecord], *, setting: str, value: Any, epoch: int) -> int:
@@ -104,7 +106,9 @@ def _run_of(attempt: Path) -> Path:
 def _notes(attempt: Path) -> list[Path]:
     """Return the notes of an attempt, those of other machines copied first."""
     root = _run_of(attempt)
-    known = mirror.names(root, attempt)
+    # an owner asks for what an earlier owner noted on another machine only where the files are not here
+    is_here = attempt.is_dir() and any(path.suffix != ".json" for path in attempt.iterdir())
+    known = mirror.names(root, attempt, always=not is_here)
     mirror.pull_missing(root, [attempt / name for name in known if name.startswith(Path(COLLECTED).stem + ".")])
     return list(itertools.takewhile(Path.exists, _note_paths(attempt)))
 

@@ -117,6 +117,16 @@ def names(root: Path, folder: Path, *, always: bool = False) -> set[str]:
     return here | set(remote.names(name_in(root, folder)))
 
 
+def present(root: Path, folder: Path, wanted: Iterable[str]) -> set[str]:
+    """Return which of these names below ``folder`` have a file there, or an object."""
+    wanted = set(wanted)
+    here = {name for name in wanted if (folder / name).is_file()}
+    remote = remote_of(root)
+    if remote is None or here == wanted:
+        return here
+    return here | (wanted & set(remote.files(name_in(root, folder))))
+
+
 def steps(root: Path) -> list[int]:
     """Return the steps that have a folder, in order; not all of them need a committed stage."""
     return sorted(int(name) for name in names(root, root / "steps") if name.isdigit())

@@ -19,6 +19,7 @@ from verl_omni_core.store.durable_files import safe_name
 from verl_omni_core.store.index_files import STEPS, block_path, block_steps
 from verl_omni_core.store.lease import owners
 from verl_omni_core.store.ledger import Ledger
+from verl_omni_core.store.lineage import base_step
 from verl_omni_core.store.manifest import ArtifactRef, FileRecord, Manifest
 from verl_omni_core.store.runs import RUN, SETTINGS
 
@@ -267,7 +268,8 @@ def _index(
             found.problems.append(f"{block_path(root, last)} does not say what is committed; it is derived: {again}")
         elif records is not None and not _is_place(records, block):
             found.problems.append(f"{block_path(root, last)} names no place of the ledger; it is derived: {again}")
-    due = range(STEPS, index.finished_steps(store) + 1, STEPS)
+    base = base_step(root) if (root / RUN).is_file() else 0
+    due = [last for last in range(STEPS, index.finished_steps(store) + 1, STEPS) if last > base]
     missing = sorted(set(due) - set(present))
     if missing:
         found.notes.append(

@@ -19,7 +19,7 @@ from benchmarks.long_run import unsynced
 from verl_omni_core.errors import FencedError, StoreError
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.retention import Policy, remove, retain, wanted
-from verl_omni_core.store import collected, trusted, verified
+from verl_omni_core.store import durable_files, trusted, verified
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import Ownership, take_ownership
 from verl_omni_core.store.manifest import ArtifactRef
@@ -382,7 +382,7 @@ class Retention(RuleBasedStateMachine):
             return changed
 
         with (
-            mock.patch.object(collected, "create_whole", change(collected.create_whole)),
+            mock.patch.object(durable_files, "publish", change(durable_files.publish)),
             mock.patch.object(Path, "unlink", change(Path.unlink)),
             mock.patch.object(verified, "replace_whole", change(verified.replace_whole)),
         ):
