@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -203,7 +203,8 @@ class Protocol(RuleBasedStateMachine):
     @invariant()
     def every_stage_has_its_first_commit_and_the_ledger_every_record(self) -> None:
         self.writers.reverse()  # what one has written the other must see
-        root = self.writers[0].root
+        # a zombie that does not know yet that it is one looks into its own folder alone
+        root = next(each.root for each in self.writers if each.own is None or each.epoch == self.epoch)
         assert [RunStore(root).find(*stage) for stage in STAGES] == [self.committed.get(stage) for stage in STAGES]
         records = Ledger(root).records()
         assert [record["sequence"] for record in records] == list(range(1, len(self.ledger) + 1))
@@ -236,6 +237,7 @@ def in_any_order(roots: Callable[[], tuple[Path, Path]], *, examples: int, steps
         max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
+        phases=[Phase.generate],  # to shorten a failure takes many times as long as to find it
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(kind, settings=chosen)
@@ -246,4 +248,4 @@ def test_two_writers_in_any_order_keep_the_protocol_in_a_folder(tmp_path):
 
 
 def test_two_writers_in_any_order_keep_the_protocol_in_an_object_store(tmp_path, uri):
-    in_any_order(lambda: in_an_object_store(tmp_path, uri), examples=8, steps=25)
+    in_any_order(lambda: in_an_object_store(tmp_path, uri), examples=5, steps=20)
