@@ -41,7 +41,7 @@ def begin_state(session: Session, step: int) -> None:
         logger.warning("step %d has no checkpoint: the trainer holds version %d already", step, held)
         return
     attempt = session.store.attempt(step, STAGE, key, parents=[update], weights_version=step)
-    session.actors.trainer.begin_snapshot(str(attempt.folder))
+    session.actors.trainer.begin_snapshot(attempt)
     session.snapshot = attempt
 
 
@@ -51,7 +51,7 @@ def commit_state(session: Session, step: int) -> ArtifactRef | None:
     attempt = session.snapshot
     if attempt is None or attempt.step != step:
         return session.store.find(step, STAGE)
-    written = session.actors.trainer.finish_snapshot(str(attempt.folder))
+    written = session.actors.trainer.finish_snapshot(attempt)
     session.snapshot = None
     return attempt.commit(
         written.files,
