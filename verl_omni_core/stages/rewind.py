@@ -20,7 +20,6 @@ from verl_omni_core.store.durable_files import create_whole, safe_name, sync_all
 from verl_omni_core.store.ledger import REWIND, Ledger, standing
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.rejection import reject_step
-from verl_omni_core.training.checkpoint import INDEX_FILE
 
 MARKER = "rewind.json"
 
@@ -48,6 +47,8 @@ def go_back(session: Session, step: int, request: str | None) -> bool:
     if found is None:
         session.actors.trainer.reset()
     else:
+        from verl_omni_core.training.checkpoint import INDEX_FILE  # late: it loads the training libraries
+
         session.actors.trainer.load_checkpoint(str(store.path_of(found, INDEX_FILE).parent))
     set_aside(session, step, f"the run went back to step {step}", request)
     return True
