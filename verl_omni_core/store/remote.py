@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_omni_core.errors import ConfigError, StoreError
-from verl_omni_core.store.durable_files import storage_errors
+from verl_omni_core.store.durable_files import safe_name, storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -152,11 +152,12 @@ class Remote:
 
     def files(self, folder: str = "") -> list[str]:
         """Return the names of all objects below ``folder``, relative to it, in order."""
-        return [name for name, _ in self._listed(folder, "")]
+        return list(self.sizes(folder))
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the sizes of all objects below ``folder`` in bytes, by their names relative to it."""
-        return dict(self._listed(folder, ""))
+        # browsers of buckets make empty objects to show folders
+        return {name: size for name, size in self._listed(folder, "") if not name.endswith("/")}
 
     def upload(self, name: str, path: Path) -> None:
         """Write a local file as an object, which appears once all of it is there."""
@@ -232,7 +233,8 @@ class Remote:
             )
             found = [(entry["Key"], entry["Size"]) for entry in page.get("Contents", ())]
             found += [(entry["Prefix"], 0) for entry in page.get("CommonPrefixes", ())]
-            yield from sorted((name.removeprefix(prefix), size) for name, size in found if name != prefix)
+            # names become paths in the folder of copies, which they must not leave
+            yield from sorted((safe_name(name.removeprefix(prefix)), size) for name, size in found if name != prefix)
             if not page.get("IsTruncated"):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}

@@ -107,6 +107,18 @@ def test_names_and_files_are_listed_below_their_prefix_alone(remote):
         remote.delete_below("")
 
 
+def test_names_that_would_leave_the_folder_of_copies_are_refused(remote, endpoint):
+    client(endpoint).put_object(Bucket=remote.bucket, Key=f"{remote.prefix}/a/../../outside.json", Body=b"x")
+    with pytest.raises(StoreError, match=r"would leave its folder"):
+        remote.files()
+
+
+def test_objects_that_only_show_a_folder_are_no_files(remote, endpoint):
+    client(endpoint).put_object(Bucket=remote.bucket, Key=f"{remote.prefix}/steps/000001/", Body=b"")
+    remote.put("steps/000001/x", b"x")
+    assert remote.files() == ["steps/000001/x"] and remote.names("steps") == ["000001"]
+
+
 def test_a_listing_has_more_names_than_fit_into_one_answer(remote, monkeypatch):
     monkeypatch.setattr("verl_omni_core.store.remote.PAGE", 4)
     for number in range(10):
