@@ -54,7 +54,7 @@ def outcomes(subject_of: Callable[..., Subject], outcome_of: Callable[..., Outco
     struck["committed-shard-flipped"] = _damaged(run, attempt / "trajectories-00001.arrow", flip_bit)
     run.killed_at(Fault("commit.done", where={"step": 2, "stage": "checkpoint"}))
     struck["checkpoint-flipped"], path, intact = _without_trainer(run, flip_bit)
-    run.killed_at(Fault("commit.done", where={"step": 2, "stage": "log"}))
+    run.killed_at(Fault("commit.done", where={"step": 3, "stage": "update"}))
     path.write_bytes(intact)
     struck["checkpoint-cut"], _, _ = _without_trainer(run, truncate)
     run.finish()
