@@ -55,6 +55,7 @@ _SMALL: dict[str, object] = {
     "tracking.grid_prompts": 2,
     "tracking.tensorboard": "false",
     "durability.min_free_gb": 0.001,
+    "durability.no_progress_budget": 9,  # a run that takes many faults in one stage is meant to
     "durability.retention.checkpoints": "none",  # every file is checked at the end
     # deadlines that a stall of a loaded machine passes and a test does not wait for
     "training.step_timeout_s": 120,
