@@ -50,12 +50,13 @@ def text_of(run_id: str, found: "Verification") -> str:
 
 def _folder(store: str, run_id: str) -> Path:
     from verl_omni_core.errors import StoreError
+    from verl_omni_core.store.places import folder_of
     from verl_omni_core.store.runs import open_run
 
     try:
         return open_run(store, run_id).root
     except StoreError:
-        root = Path(store).absolute() / run_id
+        root = folder_of(store).absolute() / run_id
         if not (root / "steps").is_dir():
             raise
         return root  # damaged settings are one problem of several

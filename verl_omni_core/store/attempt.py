@@ -10,7 +10,6 @@ import os
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +28,7 @@ from verl_omni_core.store.durable_files import (
     staged,
     storage_errors,
     sync_all,
+    write_arrow,
     write_synced,
 )
 from verl_omni_core.store.lease import check_epoch
@@ -98,7 +98,7 @@ class Attempt:
         file_name, path = _claim(folder, f"{name}-{shard:05d}", ".arrow")
         with storage_errors(path):
             try:
-                digest = _write_arrow(path, table)
+                digest = write_arrow(path, table)
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
@@ -158,7 +158,7 @@ class Attempt:
                 f"attempt {self.name} has {'no file' if size is None else f'{size} bytes in'} {name!r}, {size_bytes} "
                 "bytes were written; write it again"
             )
-        trust(path, digest)
+        self._keep(path, digest)
         return FileRecord(name, "", 0, 0, size_bytes, digest, "")
 
     def finish_shard(
@@ -249,6 +249,7 @@ class Attempt:
                 **producer,
             },
         )
+        mirror.push_missing(Path(self.root), self.folder, {file.name: file.size_bytes for file in files})
         data = self._write_manifest(manifest)
         ref = ArtifactRef(self.stage, self.step, self.key, sha256(data), self.name, Manifest.from_bytes(data).row_count)
         marker = json.dumps({**ref.to_json(), "fence_epoch": self.epoch}).encode()
@@ -389,16 +390,3 @@ def _claim(folder: Path, stem: str, suffix: str) -> tuple[str, Path]:
             ) from None
         return path.name, path
     raise StoreError(f"cannot find a free name for {stem}{suffix} in {folder}")
-
-
-def _write_arrow(path: Path, table: pa.Table) -> str:
-    """Write, sync and hash; the disk and the processor work at the same time."""
-    # a column of a shard may hold more than 2^31 values: a few clips do
-    options = pa.ipc.IpcWriteOptions(allow_64bit=True)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=options) as writer:
-        writer.write_table(table)
-    with path.open("rb") as file, ThreadPoolExecutor(1) as pool:
-        synced = pool.submit(os.fsync, file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        synced.result()
-    return digest

@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, and are on the disk once a call returns."""
 
 import errno
+import hashlib
 import os
 import shutil
 import uuid
@@ -8,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+
+import pyarrow as pa
 
 from verl_omni_core.errors import StoreError
 
@@ -85,6 +88,19 @@ def link_or_copy(source: Path, target: Path) -> None:
         if error.errno not in _UNLINKABLE:
             raise
         shutil.copyfile(source, target)
+
+
+def write_arrow(path: Path, table: pa.Table) -> str:
+    """Write, sync and hash; the disk and the processor work at the same time."""
+    # a column of a shard may hold more than 2^31 values: a few clips do
+    options = pa.ipc.IpcWriteOptions(allow_64bit=True)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=options) as writer:
+        writer.write_table(table)
+    with path.open("rb") as file, ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(os.fsync, file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        synced.result()
+    return digest
 
 
 def free_bytes(path: Path) -> int:

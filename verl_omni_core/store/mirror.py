@@ -9,7 +9,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,6 +44,14 @@ def push(root: Path, path: Path) -> None:
     remote = remote_of(root)
     if remote is not None:
         remote.upload(name_in(root, path), path)
+
+
+def push_missing(root: Path, folder: Path, sizes: Mapping[str, int]) -> None:
+    """Write as objects those files of ``folder`` that are none yet, or of another size: before a commit names them."""
+    remote = remote_of(root)
+    if remote is not None and sizes:
+        there = remote.sizes(name_in(root, folder))
+        _at_once(lambda name: push(root, folder / name), [name for name in sizes if there.get(name) != sizes[name]])
 
 
 def create(root: Path, path: Path, data: bytes) -> bool:

@@ -15,7 +15,7 @@ from verl_omni_core.store.durable_files import replace_whole, storage_errors, sy
 from verl_omni_core.store.index_files import forget
 from verl_omni_core.store.lease import check_epoch
 from verl_omni_core.store.manifest import ArtifactRef
-from verl_omni_core.store.places import COMMIT, REJECTED
+from verl_omni_core.store.places import COMMIT, REJECTED, remote_of
 
 
 def reject(store: RunStore, ref: ArtifactRef, reason: str) -> list[ArtifactRef]:
@@ -70,6 +70,8 @@ def _take_back(store: RunStore, ref: ArtifactRef, reason: str) -> None:
     stage = stage_folder(root, ref.step, ref.stage)
     note = {**ref.to_json(), "reason": reason, "rejected": datetime.now(UTC).isoformat(timespec="milliseconds")}
     attempt = stage / "attempts" / ref.attempt
+    if remote_of(root) is not None:
+        attempt.mkdir(parents=True, exist_ok=True)  # other machines tell by the note that their copy of COMMIT is stale
     if attempt.is_dir():  # a folder that lost files is taken back too
         replace_whole(attempt / REJECTED, json.dumps(note, indent=1).encode())
         mirror.push(root, attempt / REJECTED)

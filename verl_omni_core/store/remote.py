@@ -148,11 +148,15 @@ class Remote:
 
     def names(self, folder: str = "") -> list[str]:
         """Return the names directly below ``folder``, of objects and of further prefixes, in order."""
-        return [name.rstrip("/") for name in self._listed(folder, "/")]
+        return [name.rstrip("/") for name, _ in self._listed(folder, "/")]
 
     def files(self, folder: str = "") -> list[str]:
         """Return the names of all objects below ``folder``, relative to it, in order."""
-        return list(self._listed(folder, ""))
+        return [name for name, _ in self._listed(folder, "")]
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the sizes of all objects below ``folder`` in bytes, by their names relative to it."""
+        return dict(self._listed(folder, ""))
 
     def upload(self, name: str, path: Path) -> None:
         """Write a local file as an object, which appears once all of it is there."""
@@ -211,7 +215,7 @@ class Remote:
     def _key(self, name: str) -> str:
         return "/".join(part for part in (self.prefix, name.strip("/")) if part)
 
-    def _listed(self, folder: str, delimiter: str) -> Iterator[str]:
+    def _listed(self, folder: str, delimiter: str) -> Iterator[tuple[str, int]]:
         prefix = f"{self._key(folder)}/".lstrip("/")
         token: dict[str, str] = {}
         while True:
@@ -226,9 +230,9 @@ class Remote:
                 ),
                 folder,
             )
-            found = [entry["Key"] for entry in page.get("Contents", ())]
-            found += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
-            yield from sorted(name.removeprefix(prefix) for name in found if name != prefix)
+            found = [(entry["Key"], entry["Size"]) for entry in page.get("Contents", ())]
+            found += [(entry["Prefix"], 0) for entry in page.get("CommonPrefixes", ())]
+            yield from sorted((name.removeprefix(prefix), size) for name, size in found if name != prefix)
             if not page.get("IsTruncated"):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}

@@ -339,7 +339,7 @@ def test_a_disk_that_fills_up_in_mid_write_leaves_no_file_and_no_commit(store, m
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(attempt_module, "_write_arrow", full)
+        patch.setattr(attempt_module, "write_arrow", full)
         with pytest.raises(StoreError, match=r"disk is full"):
             attempt.write_table("samples", 0, table([0]))
     assert not list(attempt.folder.glob("*.arrow"))

@@ -1,5 +1,6 @@
 """Runs in an object store: two folders of copies are two machines, and the objects decide between them."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -297,6 +298,16 @@ def test_finished_shards_of_another_machine_are_adopted(a, b):
         assert not [name for name in objects(a) if attempt.name in name]
 
 
+def test_a_commit_names_no_file_that_is_not_among_the_objects(a, b):
+    attempt = RunStore(a).attempt(1, "checkpoint", "k")
+    (attempt.folder / "weights").write_bytes(b"1234")
+    linked = attempt.record_file("weights", 4, hashlib.sha256(b"1234").hexdigest())
+    written = attempt.write_file("state", b"12")
+    remote_of(a).delete(f"steps/000001/checkpoint/attempts/{attempt.name}/state")  # as if it had never arrived
+    ref = attempt.commit([linked, written], rows=0, parents=[], producer={})
+    assert [RunStore(b).path_of(ref, name).read_bytes() for name in ("weights", "state")] == [b"1234", b"12"]
+
+
 def test_a_shard_is_finished_once_also_by_two_machines(a, b):
     attempt = RunStore(a).attempt(1, "rollout", "k")
     elsewhere = attempt_module.Attempt(str(b), 1, "rollout", "k", attempt.name, 0)
@@ -480,4 +491,4 @@ def test_the_command_line_takes_an_address_where_it_takes_a_folder(a, uri):
     listed = CliRunner().invoke(app, ["runs", "--store", uri])
     assert listed.exit_code == 0 and re.search(r"^r +train +new +0/3", listed.stdout, re.MULTILINE)
     missing = CliRunner().invoke(app, ["export", "q", "--out", "x", "--store", uri])
-    assert missing.exit_code == 1 and "has no run 'q'; it has r" in " ".join(missing.output.split())
+    assert missing.exit_code == 2 and "has no run 'q'; it has r" in " ".join(missing.output.split())
