@@ -48,6 +48,10 @@ def made(pipeline, **settings):
     return worker
 
 
+def started(root):
+    return RunStore(root).attempt(1, "checkpoint", "key")
+
+
 def test_an_update_moves_the_policy_and_says_what_it_did(pipeline, run, tmp_path):
     root, refs = run
     worker = made(pipeline)
@@ -175,12 +179,15 @@ def test_a_worker_restored_from_a_snapshot_written_beside_the_next_step_trains_o
     worker = made(pipeline, **settings, lora={"rank": rank})
     first = worker.update_actor(command(root, refs[1], 1))
     at_first = moments_of_training(worker)
-    worker.begin_snapshot(str(tmp_path / "snapshot"))
+    snapshot = started(tmp_path)
+    worker.begin_snapshot(snapshot)
     second = worker.update_actor(command(root, refs[2], 2))
-    written = worker.finish_snapshot(str(tmp_path / "snapshot"), 60)
-    assert sorted(file.name for file in written.files) == sorted(p.name for p in (tmp_path / "snapshot").iterdir())
+    written = worker.finish_snapshot(snapshot, 60)
+    ref = snapshot.commit(written.files, rows=1, parents=[], producer={})
+    RunStore(tmp_path).verify(ref)
+    assert "checkpoint.json" in [file.name for file in written.files]
     other = made(pipeline, **settings, lora={"rank": rank})
-    assert other.load_checkpoint(str(tmp_path / "snapshot")) == 1
+    assert other.load_checkpoint(str(snapshot.folder)) == 1
     assert moments_of_training(other) == at_first
     assert other.update_actor(command(root, refs[1], 1)) == first
     repeated = other.update_actor(command(root, refs[2], 2))
@@ -199,13 +206,14 @@ def test_no_command_that_arrives_twice_moves_average_schedule_or_position_twice(
     once = moments_of_training(worker)
     assert (once[0].training_steps, once[0].optimizer_steps, once[2]) == (1, 2, 2)
     assert once[1] < before[1] and once[3]["data_position"] == {"step": 1}
+    snapshot = started(tmp_path)
     for _ in range(2):
         worker.update_actor(command(root, refs[1], 1))
-        worker.begin_snapshot(str(tmp_path / "s"))
-        worker.finish_snapshot(str(tmp_path / "s"), 60)
+        worker.begin_snapshot(snapshot)
+        worker.finish_snapshot(snapshot, 60)
         assert moments_of_training(worker) == once
     for _ in range(2):
-        worker.load_checkpoint(str(tmp_path / "s"))
+        worker.load_checkpoint(str(snapshot.folder))
         worker.update_actor(command(root, refs[1], 1))
         assert moments_of_training(worker) == once
 
@@ -247,10 +255,11 @@ def test_a_snapshot_between_two_optimizer_steps_goes_on_with_the_second(pipeline
     monkeypatch.setattr(worker._worker, "train_mini_batch", breaks)
     with pytest.raises(OSError):
         worker.update_actor(command(root, refs[1], 1))
-    worker.begin_snapshot(str(tmp_path / "s"))
-    worker.finish_snapshot(str(tmp_path / "s"), 60)
+    snapshot = started(tmp_path)
+    worker.begin_snapshot(snapshot)
+    worker.finish_snapshot(snapshot, 60)
     other = made(pipeline, ema_decay=0.9)
-    other.load_checkpoint(str(tmp_path / "s"))
+    other.load_checkpoint(str(snapshot.folder))
     other.update_actor(command(root, refs[1], 1))
     assert weights(other, tmp_path / "a")[0] == weights(undisturbed, tmp_path / "b")[0]
     assert moments_of_training(other)[:3] == moments_of_training(undisturbed)[:3]
@@ -272,12 +281,13 @@ def test_an_older_owner_neither_begins_a_snapshot_nor_resets(pipeline, run, tmp_
     root, refs = run
     worker = made(pipeline)
     worker.update_actor(command(root, refs[1], 1, epoch=3))
-    for refused in (lambda: worker.begin_snapshot(str(tmp_path / "s"), 2), lambda: worker.reset(2)):
+    snapshot = started(tmp_path)
+    for refused in (lambda: worker.begin_snapshot(snapshot, 2), lambda: worker.reset(2)):
         with pytest.raises(FencedError):
             refused()
-    assert worker.ping().version == 1 and not (tmp_path / "s").exists()
+    assert worker.ping().version == 1
     with pytest.raises(ContractError, match="no snapshot was begun"):
-        worker.finish_snapshot(str(tmp_path / "s"), 60, 3)
+        worker.finish_snapshot(snapshot, 60, 3)
 
 
 def test_two_runs_with_one_seed_give_bit_equal_weights(pipeline, run, tmp_path):

@@ -130,16 +130,17 @@ def test_an_older_owner_is_refused_by_all_ranks(group, settings, tmp_path):
 
 def test_a_dead_rank_ends_the_group_and_a_fresh_one_goes_on_from_the_checkpoint(group, settings, run, tmp_path):
     root, refs = run
-    group.begin_snapshot(str(tmp_path / "checkpoint"))
-    written = group.finish_snapshot(str(tmp_path / "checkpoint"))
-    assert sorted(file.name for file in written.files) == sorted(p.name for p in (tmp_path / "checkpoint").iterdir())
+    snapshot = RunStore(tmp_path).attempt(1, "checkpoint", "key")
+    group.begin_snapshot(snapshot)
+    written = group.finish_snapshot(snapshot)
+    RunStore(tmp_path).verify(snapshot.commit(written.files, rows=1, parents=[], producer={}))
     os.kill(group.states()[1].pid, 9)
     with pytest.raises(StageLost, match="actor 1 of 2 died"):
         group.update_actor(command(root, refs[2], 2, epoch=5))
     fresh = TrainGroup.start(settings, f"{NAMESPACE}-again")
     fresh.wait_until_ready(START_S)
     assert fresh.version() == 0
-    assert fresh.load_checkpoint(str(tmp_path / "checkpoint")) == 1
+    assert fresh.load_checkpoint(str(snapshot.folder)) == 1
     assert fresh.update_actor(command(root, refs[1], 1)).replayed
     assert fresh.update_actor(command(root, refs[2], 2)).version == 2
     fresh.stop()

@@ -33,6 +33,8 @@ def begin_state(session: Session, step: int) -> None:
     """Let the trainer copy its state after ``step`` and begin to write it; does nothing if that was done."""
     if session.snapshot is not None and session.snapshot.step == step:
         return
+    if _is_taken_over(session, step):
+        return
     update, key = _origin(session, step)
     if session.store.committed(step, STAGE, key) is not None:
         return
@@ -41,7 +43,7 @@ def begin_state(session: Session, step: int) -> None:
         logger.warning("step %d has no checkpoint: the trainer holds version %d already", step, held)
         return
     attempt = session.store.attempt(step, STAGE, key, parents=[update], weights_version=step)
-    session.actors.trainer.begin_snapshot(str(attempt.folder))
+    session.actors.trainer.begin_snapshot(attempt)
     session.snapshot = attempt
 
 
@@ -51,7 +53,7 @@ def commit_state(session: Session, step: int) -> ArtifactRef | None:
     attempt = session.snapshot
     if attempt is None or attempt.step != step:
         return session.store.find(step, STAGE)
-    written = session.actors.trainer.finish_snapshot(str(attempt.folder))
+    written = session.actors.trainer.finish_snapshot(attempt)
     session.snapshot = None
     return attempt.commit(
         written.files,
@@ -59,6 +61,11 @@ def commit_state(session: Session, step: int) -> ArtifactRef | None:
         parents=[_origin(session, step)[0]],
         producer=session.producer(weights_version=step, seconds=written.seconds),
     )
+
+
+def _is_taken_over(session: Session, step: int) -> bool:
+    """Say whether the run begins with this checkpoint: another run made it, and there is no update of the step here."""
+    return session.store.find(step, UPDATE) is None and session.store.find(step, STAGE) is not None
 
 
 def _origin(session: Session, step: int) -> tuple[ArtifactRef, str]:

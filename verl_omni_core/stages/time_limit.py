@@ -1,7 +1,6 @@
 """Stop in time where the machine's time ends: with everything saved, and able to go on."""
 
 from datetime import UTC, datetime
-from itertools import pairwise
 
 from verl_omni_core.errors import ConfigError
 from verl_omni_core.settings.run import RunConfig
@@ -64,12 +63,8 @@ def stop_early(run: RunRef, step: int) -> str:
 
 
 def _longest_step(session: Session, step: int) -> float:
-    began = [
-        (each, session.begins[each][FIRST_STAGE])
-        for each in sorted(session.begins)
-        if FIRST_STAGE in session.begins[each]
-    ]
-    took = [later - earlier for (a, earlier), (b, later) in pairwise(began) if b == a + 1]
+    began = {each: times[FIRST_STAGE] for each, times in session.begins.items() if FIRST_STAGE in times}
+    took = [began[each + 1] - began[each] for each in began if each + 1 in began]
     took += _seconds_of(session, step - 1)
     return max(took, default=0.0)
 

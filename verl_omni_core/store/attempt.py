@@ -145,6 +145,22 @@ class Attempt:
         self._keep(path, digest)
         return FileRecord(name, "", 0, 0, path.stat().st_size, digest, "")
 
+    def record_file(self, name: str, size_bytes: int, digest: str) -> FileRecord:
+        """Record a file whose writer has it on the disk and took its sha256, without reading it once more.
+
+        Raises:
+            StoreError: the name leaves the folder, or there is no such file of that size.
+        """
+        path = self.folder / safe_name(name)
+        size = path.stat().st_size if path.is_file() else None
+        if size != size_bytes:
+            raise StoreError(
+                f"attempt {self.name} has {'no file' if size is None else f'{size} bytes in'} {name!r}, {size_bytes} "
+                "bytes were written; write it again"
+            )
+        trust(path, digest)
+        return FileRecord(name, "", 0, 0, size_bytes, digest, "")
+
     def finish_shard(
         self, shard: int, files: Sequence[FileRecord], payload: Mapping[str, Any] | None = None
     ) -> ShardRecord:

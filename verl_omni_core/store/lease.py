@@ -149,6 +149,7 @@ def check_epoch(root: Path, epoch: int) -> None:
         mirror.pull_owners(root)
     newest = _newest_here(root)
     if epoch < newest:
+        mirror.let_go(root, epoch)
         raise FencedError(
             f"epoch {epoch} of run {root.name} has ended: epoch {newest} belongs to {describe_holder(root)}; "
             "this process must stop"

@@ -8,10 +8,12 @@ import logging
 import os
 import random
 import re
+import shutil
 import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_omni_core.errors import ConfigError, StoreError
+from verl_omni_core.store.durable_files import storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,10 @@ Answer = TypeVar("Answer")
 
 class _NoAnswer(Exception):
     """The store may answer if it is asked again."""
+
+
+class _Refused(Exception):
+    """The store would refuse it again."""
 
 
 @dataclass(frozen=True)
@@ -149,20 +156,38 @@ class Remote:
 
     def upload(self, name: str, path: Path) -> None:
         """Write a local file as an object, which appears once all of it is there."""
-        self._copy_file(f"upload {name}", str(path), None, self._key(name))
+        files, key = self._files(), f"{self.bucket}/{self._key(name)}"
+
+        def once() -> None:
+            # what is refused only when the object is closed would be lost by fs.copy_files
+            with path.open("rb") as source, _answered(), files.open_output_stream(key) as sink:
+                shutil.copyfileobj(source, sink, _CHUNK_BYTES)
+
+        self._until_it_answers(f"upload {name}", once)
 
     def download(self, name: str, path: Path) -> bool:
         """Write an object as a local file, which appears whole; false if there is no such object."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files, key = self._files(), f"{self.bucket}/{self._key(name)}"
         temporary = path.with_name(f".tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}-{path.name}"[:200])
-        try:
-            self._copy_file(f"download {name}", self._key(name), temporary, None)
-            temporary.replace(path)
-        except FileNotFoundError:
-            return False
-        finally:
-            temporary.unlink(missing_ok=True)
-        return True
+
+        def once() -> bool:
+            with temporary.open("wb") as sink, _answered():
+                try:
+                    with files.open_input_stream(key) as source:
+                        shutil.copyfileobj(source, sink, _CHUNK_BYTES)
+                except FileNotFoundError:
+                    return False
+            return True
+
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                found = self._until_it_answers(f"download {name}", once)
+                if found:
+                    temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        return found
 
     def delete(self, name: str) -> None:
         """Delete an object; harmless if there is none."""
@@ -233,33 +258,16 @@ class Remote:
 
         return self._until_it_answers(what, once)
 
-    def _copy_file(self, what: str, source: str, local: Path | None, key: str | None) -> None:
-        """Copy through Arrow, to ``local`` or to ``key``; raises FileNotFoundError if there is no source."""
-        from pyarrow import fs
-
-        bucket, disk = _file_system(os.getpid(), self.endpoint, self.scheme, self.region), fs.LocalFileSystem()
-        start, end = (disk, bucket) if local is None else (bucket, disk)
-        paths = (source, f"{self.bucket}/{key}") if local is None else (f"{self.bucket}/{source}", str(local))
-
-        def once() -> None:
-            try:
-                fs.copy_files(*paths, source_filesystem=start, destination_filesystem=end, chunk_size=_CHUNK_BYTES)
-            except FileNotFoundError:
-                raise
-            except OSError as error:
-                if error.errno is not None and not isinstance(error, TimeoutError):
-                    raise  # the local disk
-                if _FINAL.search(str(error)):
-                    raise StoreError(f"cannot {what} in {self.uri}: {error}; {_advice('', 0)}") from error
-                raise _NoAnswer(str(error)) from error
-
-        self._until_it_answers(what, once)
+    def _files(self) -> Any:
+        return _file_system(os.getpid(), self.endpoint, self.scheme, self.region)
 
     def _until_it_answers(self, what: str, once: Callable[[], Answer]) -> Answer:
         deadline, pause = time.monotonic() + self.patience_s, _PAUSE_S
         while True:
             try:
                 return once()
+            except _Refused as error:
+                raise StoreError(f"cannot {what} in {self.uri}: {error}; {_advice('', 0)}") from error
             except _NoAnswer as error:
                 wait = pause * random.uniform(0.5, 1.0)
                 if time.monotonic() + wait > deadline:
@@ -270,6 +278,17 @@ class Remote:
                 logger.warning("%s: %s is tried again: %s", self.uri, what, error)
                 time.sleep(wait)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Tell what Arrow's file system raises apart: refusals, silence, and errors of the disk, which pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and not isinstance(error, TimeoutError):
+            raise
+        raise (_Refused if _FINAL.search(str(error)) else _NoAnswer)(str(error)) from error
 
 
 def _advice(code: str, status: int) -> str:
@@ -318,6 +337,7 @@ def _file_system(pid: int, endpoint: str | None, scheme: str, region: str | None
         connect_timeout=CONNECT_S,
         request_timeout=REQUEST_S,
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
+        allow_delayed_open=True,  # what is small goes in one request
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_omni_core.errors import FencedError, StoreError
-from verl_omni_core.store.mirror import Informing
+from verl_omni_core.store.mirror import Informing, let_go
 from verl_omni_core.store.places import EPOCHS
 from verl_omni_core.store.remote import Remote
 
@@ -65,7 +65,7 @@ class Heartbeat:
             owner: the record of the epoch, with ``epoch`` and ``lease_s``.
             began: :func:`now` before that record was created.
         """
-        self._run, self._remote = root.name, remote.impatient(RENEW_S)
+        self._root, self._run, self._remote = root, root.name, remote.impatient(RENEW_S)
         self._epoch, self._seconds = owner["epoch"], owner["lease_s"]
         self._renewed, self._taken = began, False
         self._stop = threading.Event()
@@ -112,6 +112,7 @@ class Heartbeat:
                 self.renew()
                 self._informing.push(_PUSH_S)
             except FencedError as error:
+                let_go(self._root, self._epoch)
                 logger.error("%s", error)
                 return
             except Exception as error:  # noqa: BLE001 - the thread must go on while the lease lasts

@@ -336,27 +336,23 @@ def _named(config: Mapping[str, Any], run_id: str) -> dict[str, Any]:
 
 
 def _make_folder(store: Path, run_id: str | None, profile: str | None) -> Path:
-    if run_id is not None:
-        return _new_folder(store / run_id)
-    for name in itertools.islice(_derived_ids(profile), 99):
+    for name in [run_id] if run_id is not None else itertools.islice(_derived_ids(profile), 99):
         try:
             return _new_folder(store / name)
-        except StoreError:
+        except FileExistsError:
             continue
-    raise StoreError(f"{store} has 99 runs of this second; give run.id")
+    if run_id is None:
+        raise StoreError(f"{store_of(store)} has 99 runs of this second; give run.id")
+    raise StoreError(f"run {run_id!r} exists in {store_of(store)}; resume it, or give another run.id")
 
 
 def _new_folder(path: Path) -> Path:
-    remote = remote_of(path)
-    if remote is not None:
-        mirror.pull_run(path)  # refuses the copy of a run that is gone
-    try:
-        if remote is not None and (path / RUN).exists():
-            raise FileExistsError(path)
-        path.mkdir(exist_ok=remote is not None)
-    except FileExistsError:
-        where = store_of(path.parent)
-        raise StoreError(f"run {path.name!r} exists in {where}; resume it, or give another run.id") from None
+    """Make a run's folder; raises FileExistsError if there is such a run."""
+    is_remote = remote_of(path) is not None
+    mirror.pull_run(path)  # refuses the copy of a run that is gone
+    if is_remote and (path / RUN).exists():
+        raise FileExistsError(path)
+    path.mkdir(exist_ok=is_remote)
     return path
 
 

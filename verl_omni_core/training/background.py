@@ -1,7 +1,7 @@
 """Writing snapshots beside training: the copy is made at once, the files come from a thread."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait as wait_for
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 class Written:
     """A snapshot that is on the disk and has been read back."""
 
-    files: list[WrittenFile]
+    files: list[Any]
+    """What :meth:`SnapshotWriter.begin` was to record of each file."""
     seconds: float
     """From the moment of the copy."""
 
@@ -45,11 +46,20 @@ class SnapshotWriter:
         self._folder: Path | None = None
         self._future: Future[Written] | None = None
 
-    def begin(self, engine: "DiffusersFSDPEngine", folder: Path, extra: Mapping[str, Any]) -> None:
+    def begin(
+        self,
+        engine: "DiffusersFSDPEngine",
+        folder: Path,
+        extra: Mapping[str, Any],
+        record: Callable[[WrittenFile], Any] | None = None,
+    ) -> None:
         """Copy the state and begin to write it into ``folder``; returns once the copy is made. Twice is once.
 
         One that is still being written, for an owner that never asked for it, is waited for first.
 
+        Args:
+            extra: JSON values to keep along.
+            record: called in the thread with each file once all are read back; what it returns is answered.
         Raises:
             DeadlineError: that one does not end.
         """
@@ -60,7 +70,7 @@ class SnapshotWriter:
         started = monotonic()
         snapshot = take(engine, extra, self._ranks)
         self._folder = folder
-        self._future = self._thread.submit(self._write, snapshot, folder, started)
+        self._future = self._thread.submit(self._write, snapshot, folder, record or _as_it_is, started)
 
     def finish(self, folder: Path, timeout_s: float) -> Written:
         """Wait until what was begun is on the disk; repeated it answers the same.
@@ -85,9 +95,10 @@ class SnapshotWriter:
         """End the thread once it has written what was begun."""
         self._thread.shutdown(wait=True)
 
-    def _write(self, snapshot: Snapshot, folder: Path, started: float) -> Written:
+    def _write(self, snapshot: Snapshot, folder: Path, record: Callable[[WrittenFile], Any], started: float) -> Written:
         try:
-            return Written(checkpoint.write(snapshot, folder, self._ranks), monotonic() - started)
+            files = [record(file) for file in checkpoint.write(snapshot, folder, self._ranks)]
+            return Written(files, monotonic() - started)
         except VerlOmniError:
             raise
         except Exception as error:
@@ -106,3 +117,7 @@ class SnapshotWriter:
         if error is not None:
             logger.warning("a snapshot that no owner asked for any more failed: %s", error)
         self._folder = self._future = None
+
+
+def _as_it_is(file: WrittenFile) -> WrittenFile:
+    return file

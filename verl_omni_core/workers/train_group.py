@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 
 from verl_omni_core.errors import ContractError, DeadlineError, StageLost
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.store.attempt import Attempt
 from verl_omni_core.store.manifest import FileRecord
 from verl_omni_core.workers.commands import (
     CONTROL,
@@ -148,14 +149,14 @@ class TrainGroup:
         """Draw one sample with the trainer's own network; returns its final latents."""
         return self._together("sample", command, timeout_s=self.config.weights.timeout_s)[0]
 
-    def begin_snapshot(self, folder: str) -> None:
+    def begin_snapshot(self, attempt: Attempt) -> None:
         """Copy all that training goes on from and let the ranks write it beside what they do next."""
-        self._together("begin_snapshot", folder, self.epoch)
+        self._together("begin_snapshot", attempt, self.epoch)
 
-    def finish_snapshot(self, folder: str) -> WrittenSnapshot:
+    def finish_snapshot(self, attempt: Attempt) -> WrittenSnapshot:
         """Wait until what :meth:`begin_snapshot` began is on the disk and read back."""
         timeout_s = self.config.durability.snapshot_timeout_s
-        return self._together("finish_snapshot", folder, timeout_s, self.epoch, timeout_s=timeout_s + _GRACE_S)[0]
+        return self._together("finish_snapshot", attempt, timeout_s, self.epoch, timeout_s=timeout_s + _GRACE_S)[0]
 
     def save_checkpoint(self, folder: str) -> list[str]:
         """Write a verified checkpoint; returns the files' names."""

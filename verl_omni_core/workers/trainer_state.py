@@ -1,7 +1,7 @@
 """A rank's commands about its whole state: copy and write it, load it, go back to before the first step."""
 
 import dataclasses
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import ray
@@ -9,8 +9,10 @@ import ray
 from verl_omni_core.errors import ContractError
 from verl_omni_core.identity import digest
 from verl_omni_core.settings.run import RunConfig
+from verl_omni_core.store.attempt import Attempt
 from verl_omni_core.store.manifest import FileRecord
 from verl_omni_core.training.background import SnapshotWriter
+from verl_omni_core.training.checkpoint import WrittenFile
 from verl_omni_core.workers.commands import CONTROL, UpdateResult, WrittenSnapshot
 from verl_omni_core.workers.training_worker import TrainingWorker
 
@@ -23,32 +25,34 @@ class TrainerState:
     """
 
     config: RunConfig
+    _rank: int
     _version: int
     _applied: dict[str, dict[str, Any]]
     _answer: UpdateResult | None
     _writer: SnapshotWriter | None = None
 
-    def begin_snapshot(self, folder: str, epoch: int | None = None) -> None:
-        """Copy all that training goes on from and begin to write it; returns once the copy is made."""
+    def begin_snapshot(self, attempt: Attempt, epoch: int | None = None) -> None:
+        """Copy all that training goes on from and begin to write it into an attempt; returns once the copy is made."""
         self._obey(epoch)
         worker = self._ready()
         if self._writer is None:
             self._writer = SnapshotWriter(worker.engine.ranks, self.config.durability.snapshot_timeout_s)
-        self._writer.begin(worker.engine, Path(folder), self._place())
+        # all ranks know all files; one of them keeps them
+        record = partial(_record, attempt) if self._rank == 0 else None
+        self._writer.begin(worker.engine, attempt.folder, self._place(), record)
 
     @ray.method(concurrency_group=CONTROL)
-    def finish_snapshot(self, folder: str, timeout_s: float, epoch: int | None = None) -> WrittenSnapshot:
-        """Wait until what :meth:`begin_snapshot` began is on the disk and read back.
+    def finish_snapshot(self, attempt: Attempt, timeout_s: float, epoch: int | None = None) -> WrittenSnapshot:
+        """Wait until what :meth:`begin_snapshot` began is on the disk and read back; rank 0's answer counts.
 
         Raises:
             See :meth:`SnapshotWriter.finish`.
         """
         self._obey(epoch)
         if self._writer is None:
-            raise ContractError(f"no snapshot was begun in {folder!r}; begin it first")
-        written = self._writer.finish(Path(folder), timeout_s)
-        files = [FileRecord(file.name, "", 0, 0, file.size_bytes, file.sha256, "") for file in written.files]
-        return WrittenSnapshot(files, written.seconds)
+            raise ContractError(f"no snapshot was begun in {str(attempt.folder)!r}; begin it first")
+        written = self._writer.finish(attempt.folder, timeout_s)
+        return WrittenSnapshot(written.files if self._rank == 0 else [], written.seconds)
 
     def save_checkpoint(self, folder: str, epoch: int | None = None) -> list[str]:
         """Write all that training goes on from, verified by reading it back; returns the files' names."""
@@ -84,3 +88,7 @@ class TrainerState:
 
     def _ready(self) -> TrainingWorker:
         raise NotImplementedError
+
+
+def _record(attempt: Attempt, file: WrittenFile) -> FileRecord:
+    return attempt.record_file(file.name, file.size_bytes, file.sha256)

@@ -119,6 +119,8 @@ def refusal(folder, *changes: str, profile: str = PROFILE, lines: int = 1) -> st
             "verl-omni export",
         ),
         ("run.store=good.jsonl/runs", "run.store", "is a file", "give a folder"),
+        ("run.store=gs://bucket/runs", "gs://bucket/runs", "scheme 'gs'", "s3://bucket/prefix"),
+        ("run.store=s3://key:word@bucket/runs", "credentials", "settings are saved", "AWS_ACCESS_KEY_ID"),
     ],
 )
 def test_input_that_cannot_work_ends_with_one_message_before_anything_starts(fresh, change, key, seen, allowed):

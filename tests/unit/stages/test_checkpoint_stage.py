@@ -172,6 +172,14 @@ def test_the_state_of_a_step_without_an_update_is_no_checkpoint(made):
         commit_state(run.restart(), 1)
 
 
+def test_a_checkpoint_that_another_run_made_is_taken_as_it_is(made):
+    run = made()
+    session = run.restart()
+    attempt = session.store.attempt(3, "checkpoint", "the other run's key")
+    taken_over = attempt.commit([], rows=0, parents=[], producer={})
+    assert checkpoint(session.ref, 3) == taken_over
+
+
 def test_the_copy_is_all_that_a_step_waits_for(made, monkeypatch):
     run, released, real = made(), threading.Event(), checkpoint_files.write
 

@@ -14,6 +14,7 @@ from verl_omni_core.stages.snapshot import begin_checkpoint
 from verl_omni_core.stages.sync import AVERAGE, POLICY, weights_artifact
 from verl_omni_core.stages.update import update
 from verl_omni_core.store.artifacts import RunStore
+from verl_omni_core.store.attempt import Attempt
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.runs import create_run
 from verl_omni_core.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -27,8 +28,8 @@ class Trainer(ActorRolloutRefWorker):
     def version(self) -> int:
         return self.ping().version
 
-    def finish_snapshot(self, folder: str) -> Any:
-        return super().finish_snapshot(folder, 60)
+    def finish_snapshot(self, attempt: Attempt) -> Any:
+        return super().finish_snapshot(attempt, 60)
 
 
 def settings(store: Path, pipeline: Path, **groups: dict[str, Any]) -> RunConfig:

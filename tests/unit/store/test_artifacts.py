@@ -20,7 +20,7 @@ from verl_omni_core.errors import ContractError, FencedError, StoreError
 from verl_omni_core.store import attempt as attempt_module
 from verl_omni_core.store import trusted
 from verl_omni_core.store.artifacts import RunStore
-from verl_omni_core.store.manifest import ArtifactRef, Manifest
+from verl_omni_core.store.manifest import ArtifactRef, Manifest, sha256
 
 
 @pytest.fixture
@@ -423,3 +423,15 @@ def test_a_swept_attempt_cannot_write_any_more(store):
     attempt.discard()
     with pytest.raises(FencedError, match=r"swept"):
         attempt.write_table("samples", 0, table([0]))
+
+
+def test_a_file_is_recorded_by_its_writers_digest_and_refused_at_another_size(tmp_path):
+    attempt = RunStore(tmp_path).attempt(1, "checkpoint", "k")
+    (attempt.folder / "a.bin").write_bytes(b"abc")
+    record = attempt.record_file("a.bin", 3, sha256(b"abc"))
+    assert record == attempt.add_file("a.bin")
+    for name, size in (("a.bin", 4), ("b.bin", 3)):
+        with pytest.raises(StoreError, match="bytes were written"):
+            attempt.record_file(name, size, sha256(b"abc"))
+    with pytest.raises(StoreError, match="would leave its folder"):
+        attempt.record_file("../a.bin", 3, sha256(b"abc"))

@@ -1,6 +1,7 @@
 """Runs in an object store: two folders of copies are two machines, and the objects decide between them."""
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -8,10 +9,14 @@ from unittest import mock
 
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
 from tests.object_store import BUCKET, Wire, client, machine
 from tests.unit.store.processes import LIMIT_S, kill_after, start
+from verl_omni_core.cli.main import app
 from verl_omni_core.errors import ConfigError, FencedError, StoreError
+from verl_omni_core.settings.check import check
+from verl_omni_core.settings.loader import load
 from verl_omni_core.store import attempt as attempt_module
 from verl_omni_core.store import remote_lease, runs, trusted
 from verl_omni_core.store.artifacts import RunStore
@@ -456,3 +461,23 @@ def test_a_damaged_note_of_the_address_is_named(uri, aws, tmp_path, monkeypatch)
     for key in ("a", "b"):
         with pytest.raises((StoreError, ConfigError), match=r"remote.json is damaged"):
             remote_of(folder_of(uri) / key)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda uri: uri.replace(BUCKET, "nowhere"), r"run.store: .*s3://nowhere/.*make the bucket first"),
+        (lambda uri: uri.replace("scheme=http", "scheme=ftp"), r"is no address of one"),
+    ],
+)
+def test_settings_with_a_store_that_cannot_be_used_are_refused_before_anything_starts(uri, change, said):
+    config = load("glyph-flow_grpo-ocr-cpu", overrides=["rollout.name=diffusers", f"run.store={change(uri)}"]).config
+    with pytest.raises(ConfigError, match=said):
+        check(config)
+
+
+def test_the_command_line_takes_an_address_where_it_takes_a_folder(a, uri):
+    listed = CliRunner().invoke(app, ["runs", "--store", uri])
+    assert listed.exit_code == 0 and re.search(r"^r +train +new +0/3", listed.stdout, re.MULTILINE)
+    missing = CliRunner().invoke(app, ["export", "q", "--out", "x", "--store", uri])
+    assert missing.exit_code == 1 and "has no run 'q'; it has r" in " ".join(missing.output.split())

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -21,7 +21,7 @@ from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.manifest import ArtifactRef, FileRecord
 from verl_omni_core.store.places import remote_of
 
-STAGES = ((1, "rollout"), (1, "reward"))
+STAGES = tuple((step, stage) for step in (1, 2, 3) for stage in ("rollout", "reward"))
 STAGE = st.sampled_from(STAGES)
 SHARDS = st.sets(st.integers(0, 2))
 
@@ -75,9 +75,11 @@ class Protocol(RuleBasedStateMachine):
             store = RunStore(writer.root)
             for ref in self.committed.values():
                 store.verify(ref)
-            for (step, stage), numbers in self.shards.items():
-                if (step, stage) not in self.committed:
-                    assert numbers <= store.finished_shards(step, stage, "k").keys()
+            self.check_shards(store)
+
+    def check_shards(self, store: RunStore) -> None:
+        for stage in self.shards.keys() - self.committed.keys():
+            assert self.shards[stage] <= store.finished_shards(*stage, "k").keys()
 
     @property
     def newest(self) -> Writer:
@@ -183,6 +185,7 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         self.newest.store.sweep()
+        self.check_shards(self.newest.store)
 
     @rule(stage=STAGE)
     def the_older_writer_is_refused(self, stage: tuple[int, str]) -> None:
@@ -199,12 +202,13 @@ class Protocol(RuleBasedStateMachine):
 
     @invariant()
     def every_stage_has_its_first_commit_and_the_ledger_every_record(self) -> None:
-        assert self.ledger == sorted(self.ledger)
-        for writer in self.writers:
-            assert [RunStore(writer.root).find(*stage) for stage in STAGES] == [self.committed.get(s) for s in STAGES]
-            records = Ledger(writer.root).records()
-            assert [record["sequence"] for record in records] == list(range(1, len(self.ledger) + 1))
-            assert [record["fence_epoch"] for record in records] == self.ledger
+        self.writers.reverse()  # what one has written the other must see
+        # a zombie that does not know yet that it is one looks into its own folder alone
+        root = next(each.root for each in self.writers if each.own is None or each.epoch == self.epoch)
+        assert [RunStore(root).find(*stage) for stage in STAGES] == [self.committed.get(stage) for stage in STAGES]
+        records = Ledger(root).records()
+        assert [record["sequence"] for record in records] == list(range(1, len(self.ledger) + 1))
+        assert [record["fence_epoch"] for record in records] == self.ledger == sorted(self.ledger)
 
 
 def crash(own: Ownership) -> None:
@@ -233,14 +237,15 @@ def in_any_order(roots: Callable[[], tuple[Path, Path]], *, examples: int, steps
         max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
+        phases=[Phase.generate],  # to shorten a failure takes many times as long as to find it
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(kind, settings=chosen)
 
 
 def test_two_writers_in_any_order_keep_the_protocol_in_a_folder(tmp_path):
-    in_any_order(lambda: in_a_folder(tmp_path), examples=30, steps=40)
+    in_any_order(lambda: in_a_folder(tmp_path), examples=30, steps=30)
 
 
 def test_two_writers_in_any_order_keep_the_protocol_in_an_object_store(tmp_path, uri):
-    in_any_order(lambda: in_an_object_store(tmp_path, uri), examples=8, steps=20)
+    in_any_order(lambda: in_an_object_store(tmp_path, uri), examples=5, steps=20)
