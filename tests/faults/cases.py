@@ -1,10 +1,10 @@
 """Every fault of the suite, by name, in the order of the page."""
 
 STAGES = (
-    *("plan", "rollout", "reward", "old_log_probs", "reference", "advantage", "update", "checkpoint", "sync"),
+    *("plan", "rollout", "reward", "old_log_probs", "reference", "advantage", "checkpoint", "update", "sync"),
     *("sync-average", "validate-samples", "validate", "preview", "log"),
 )
-"""What a step with everything in it commits, in order."""
+"""What a step with everything in it commits, in order; the checkpoint is that of the step before."""
 
 FLOW: dict[str, str] = {
     **{f"flow-inside-{stage}": f"the flow, inside `{stage}`: all is written, nothing committed" for stage in STAGES},

@@ -40,7 +40,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("events", type=Path)
-    parser.add_argument("--retries", type=int, default=0)
     parser.add_argument("--twice", action="store_true")
     arguments = parser.parse_args()
     _note_and_strike(arguments.events)
@@ -48,9 +47,8 @@ def main() -> None:
         for name in STAGES:
             setattr(flows.online, name, _twice(getattr(flows.online, name)))
     config = RunConfig.model_validate_json(arguments.config.read_text())
-    flow = flows.online.online.with_options(retries=arguments.retries, retry_delay_seconds=0)
     try:
-        print(flow(config))
+        print(flows.online.online(config))
     except VerlOmniError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
 

@@ -55,6 +55,8 @@ _SMALL: dict[str, object] = {
     "tracking.grid_prompts": 2,
     "tracking.tensorboard": "false",
     "durability.min_free_gb": 0.001,
+    "durability.no_progress_budget": 9,  # a run that takes many faults in one stage is meant to
+    "durability.retention.checkpoints": "none",  # every file is checked at the end
     # deadlines that a stall of a loaded machine passes and a test does not wait for
     "training.step_timeout_s": 120,
     "cluster.actor_timeout_s": 150,
@@ -121,23 +123,30 @@ class Subject:
         """Return the run's folder, as listings read it."""
         return open_run(self.root.parent, self.root.name)
 
-    def start(self, *faults: Fault, retries: int = 0, twice: bool = False) -> Started:
-        """Start the flow in a process of its own, with these faults ahead of it."""
+    def start(self, *faults: Fault, **options: Any) -> Started:
+        """Start the flow in a process of its own, with these faults ahead of it; options as :meth:`start_beside`."""
         planned.write(self.plan, faults)
-        return self.start_beside(retries=retries, twice=twice)
+        return self.start_beside(**options)
 
-    def start_beside(self, *, retries: int = 0, twice: bool = False) -> Started:
-        """Start the flow in a process of its own; the plan stays as it is."""
+    def start_beside(self, *, retries: int = 0, twice: bool = False, resume: int | str = "auto") -> Started:
+        """Start the flow in a process of its own; the plan stays as it is.
+
+        Args:
+            retries: of the flow run, by Prefect, in the same process.
+            twice: whether every stage is delivered twice.
+            resume: the setting ``run.resume``.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         number = len(self.starts)
         config = self.folder / f"{number}.json"
-        config.write_text(self.config.model_dump_json())
+        run = self.config.run.model_copy(update={"resume": resume})
+        config.write_text(self.config.model_copy(update={"run": run}).model_dump_json())
         events, log = self.folder / f"{number}.events", self.folder / f"{number}.log"
-        options = ["--retries", str(retries), *(["--twice"] if twice else [])]
-        command = [sys.executable, "-m", "tests.faults.driver", str(config), str(events), *options]
+        command = [sys.executable, "-m", "tests.faults.driver", str(config), str(events), *(["--twice"] * twice)]
+        environment = {**self.environment, "PREFECT_FLOWS_DEFAULT_RETRIES": str(retries)}
         began = time.time()
         with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, cwd=ROOT)
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
         self.starts.append(Started(process, began, events, log))
         return self.starts[-1]
 
@@ -147,9 +156,9 @@ class Subject:
         assert started.wait() == 0, started.output()
         return started
 
-    def killed_at(self, *faults: Fault) -> float:
+    def killed_at(self, *faults: Fault, **options: Any) -> float:
         """Start the flow, see it die of the first fault, and return when that struck."""
-        started = self.start(*faults)
+        started = self.start(*faults, **options)
         assert started.wait() == -signal.SIGKILL, f"{faults}: {started.output()}"
         return self.struck(0)
 

@@ -30,7 +30,7 @@ def outcomes(run: Subject, outcome_of: Callable[..., Outcome]) -> dict[str, Outc
         if stage == "update":
             struck["flow-update-sent"] = run.killed_at(Fault("update.sent"))
             struck["flow-update-answered"] = run.killed_at(Fault("update.answered", where={"step": 2}))
-        at = {"step": 2, "stage": stage}
+        at = {"step": 1 if stage == "checkpoint" else 2, "stage": stage}
         struck[f"flow-inside-{stage}"] = run.killed_at(Fault("commit.ready", where=at))
         struck[f"flow-after-{stage}"] = run.killed_at(Fault("commit.done", where=at))
     run.finish()

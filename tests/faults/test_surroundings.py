@@ -21,6 +21,7 @@ from tests.faults.subject import Subject
 from verl_omni_core.cluster import prefect_server, services
 from verl_omni_core.store.attempt import SHARDS
 from verl_omni_core.store.lease import is_owned
+from verl_omni_core.store.runs import list_runs
 
 pytestmark = [pytest.mark.engine, pytest.mark.faults, pytest.mark.full, pytest.mark.timeout(1200)]
 
@@ -79,7 +80,7 @@ def _terminate_in_mid_rollout(run: Subject) -> float:
     struck = time.time()
     started.process.send_signal(signal.SIGTERM)
     assert started.wait() != 0
-    assert not is_owned(run.root) and run.folder_of_run().run_id == "surroundings"
+    assert not is_owned(run.root) and [each.status for each in list_runs(run.root.parent)] == ["stopped"]
     return struck
 
 
@@ -142,9 +143,8 @@ def outcomes(run: Subject, outcome_of: Callable[..., Outcome]) -> dict[str, Outc
         "prefect-gone": "the flow went on without it",
     }
     made = {case: outcome_of(run, case, at, happened[case]) for case, at in struck.items()}
-    twice = outcome_of(
-        run, "stages-twice", run.starts[0].began, "the second delivery answered what the first one had committed"
-    )
+    first = next(event["time"] for event in run.starts[0].events() if event["what"] == "commit")
+    twice = outcome_of(run, "stages-twice", first, "the second delivery answered what the first one had committed")
     return {**made, "stages-twice": twice}
 
 

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from verl_omni_core.agent_loop.sampling import sampling_from_json, training_samp
 from verl_omni_core.agent_loop.tables import CONDITIONING_SHA256
 from verl_omni_core.batches.tables import read_jagged, read_tensor
 from verl_omni_core.errors import ContractError
+from verl_omni_core.rewards._contract import Score, ScoringItem
 from verl_omni_core.rewards._tables import scores_of
 from verl_omni_core.rollout._contract import DiffusionOutput, SampleRequest, SamplingParams
 from verl_omni_core.store.artifacts import RunStore
@@ -132,6 +134,31 @@ def test_samples_are_scored_as_they_come(store: RunStore) -> None:
     scores = scores_of(store.table(ref, "scores"))
     assert len(scores) == PROMPTS * GROUP
     assert all(set(row) == {"ocr"} and row["ocr"].value is not None for row in scores.values())
+
+
+def test_a_pack_whose_reward_worker_dies_while_it_scores_is_finished_and_lacks_its_scores(store: RunStore) -> None:
+    class Dying(RewardWorker):
+        dead = False
+
+        async def score(self, items: Sequence[ScoringItem]) -> list[dict[str, Score]]:
+            self.dead = True
+            raise ConnectionError("the worker is gone")
+
+        async def versions(self) -> dict[str, str]:
+            if self.dead:
+                raise ConnectionError("the worker is gone")
+            return await super().versions()
+
+    attempt, settings = store.attempt(1, "rollout", "key"), config()
+    packs = packs_of(*planned(), attempt, pack_size=6, weights_version=0, score=True)
+    results = run_packs(RolloutWorker(settings, Client(), [Dying(settings.reward)]), packs)
+    assert [(result.rows, result.error) for result in results] == [(6, None), (6, None)]
+    assert sorted(store.finished_shards(1, "rollout", "key")) == [0, 1]
+    files = [file for result in results for file in result.files]
+    ref = attempt.commit(files, rows=PROMPTS * GROUP, parents=[], producer={})
+    scores = [row["ocr"] for row in scores_of(store.table(ref, "scores")).values()]
+    assert len(scores) == PROMPTS * GROUP and {score.value for score in scores} == {None}
+    assert all("the worker is gone" in str(score.error) for score in scores)
 
 
 def test_a_failed_sample_is_a_row_with_its_error_in_a_table_of_its_own(store: RunStore) -> None:

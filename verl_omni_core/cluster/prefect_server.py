@@ -19,6 +19,8 @@ def environment() -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "PREFECT_EVENTS_WORKER_MAX_QUEUE_SIZE": "10000",
+        # waits double from 2 s: a flow outlives a server that is gone for minutes, where 5 would be one minute
+        "PREFECT_CLIENT_MAX_RETRIES": "8",
     }
 
 

@@ -40,7 +40,9 @@ from verl_omni_core.store.trusted import is_trusted, trust
 
 _STAGE = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 _MAPPED = 4
-_OR_START_ANOTHER = "or go on from a snapshot before it in a run of its own (verl-omni fork)"
+_OR_START_ANOTHER = (
+    "or go back to the step before it (run.resume), or go on from a snapshot in a run of its own (verl-omni fork)"
+)
 
 
 @dataclass(frozen=True)

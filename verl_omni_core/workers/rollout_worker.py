@@ -180,14 +180,15 @@ class RolloutWorker:
         """
         if pack.score and not self._reward_workers:
             raise ContractError(f"pack {pack.pack} is to be scored, but the rollout worker has no reward workers")
+        if pack.score and self._versions is None:
+            # before anything is drawn: whatever becomes of the reward workers then, the pack is finished
+            self._versions = await self._scorer_versions()
         batch = _batch_of(pack)
         results = await (self._scored if pack.score else self._unscored).run_samples(batch)
         ids = pack.requests.column(columns.SAMPLE_ID).to_pylist()
         results = [
             _of_version(result, pack.weights_version, sample_id) for result, sample_id in zip(results, ids, strict=True)
         ]
-        if pack.score and self._versions is None:
-            self._versions = await self._scorer_versions()
         failures = [result for result in results if isinstance(result, SampleFailure)]
         failed = _failed_rows(pack, results)
         files = await asyncio.to_thread(self._write, pack, batch.meta_info["sampling"], results, failed)
