@@ -21,13 +21,13 @@ from verl_omni_core.stages.sync import AVERAGE, POLICY, weights_key
 from verl_omni_core.stages.trained import STAGES, config_of, spans
 from verl_omni_core.stages.validate import SAMPLES
 from verl_omni_core.stages.validate import STAGE as VALIDATE
-from verl_omni_core.store import runs
+from verl_omni_core.store import mirror, runs
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.collected import is_collected
 from verl_omni_core.store.durable_files import link_or_copy, storage_errors, sync_all
 from verl_omni_core.store.lineage import Lineage
 from verl_omni_core.store.manifest import ArtifactRef
-from verl_omni_core.store.places import is_remote
+from verl_omni_core.store.places import folder_of, remote_store
 from verl_omni_core.training.checkpoint_files import INDEX_FILE
 from verl_omni_core.training.outline import refuse_other_network
 from verl_omni_core.version import __version__
@@ -71,17 +71,12 @@ def fork(
         ConfigError, DataError: there is no such snapshot, the name is taken, or settings that cannot work or that the
             snapshot cannot serve. StoreError: the parent is damaged or missing. Nothing is left behind.
     """
-    if is_remote(store):
-        raise ConfigError(
-            f"--store {str(store)!r} is an object store, and a fork shares files with its parent in a folder; export "
-            "the weights of the step (verl-omni export) and start another run from them (model.lora.adapter_path)"
-        )
     parent = runs.open_run(store, run_id)
     if parent.kind != runs.TRAIN:
         raise ConfigError(f"run {run_id!r} is an evaluation, which has nothing to go on from; name a run that trains")
     source = RunStore(parent.root)
     base = _base(parent, source, step)
-    config = _settings(parent, Path(store), base, new_id, overrides)
+    config = _settings(parent, store, base, new_id, overrides)
     changes = [change for change in runs.config_differences(parent.config, _json(config)) if change[0] not in _OWN]
     _refuse_changes(parent, base, changes)
     check(config)
@@ -97,7 +92,7 @@ def fork(
         {f"{ref.step}/{ref.stage}": ref.manifest_sha256 for ref in (snapshot, *weights, *taken)},
         tuple(changes),
     )
-    with _appearing(Path(store), str(config.run.id)) as staging:
+    with _appearing(store, str(config.run.id)) as staging:
         made = runs.create_run(staging, _json(config), code_version=__version__, run_id=config.run.id, lineage=lineage)
         target = RunStore(made.root)
         key = stage_key(CHECKPOINT, base, [snapshot], lineage=lineage.uuid)
@@ -135,7 +130,7 @@ def _is_whole(source: RunStore, step: int) -> bool:
 
 
 def _settings(
-    parent: runs.RunFolder, store: Path, base: int, new_id: str | None, overrides: Sequence[str]
+    parent: runs.RunFolder, store: str | Path, base: int, new_id: str | None, overrides: Sequence[str]
 ) -> RunConfig:
     taken = sorted(set(override_names(overrides)) & set(_OWN))
     if taken:
@@ -144,9 +139,9 @@ def _settings(
         )
     config = apply_overrides(config_of(parent), overrides)
     if new_id is None:
-        new_id = next(name for name in _derived_ids(parent.run_id, base) if not (store / name).exists())
+        new_id = next(name for name in _derived_ids(parent.run_id, base) if not runs.run_exists(store, name))
     runs.check_name(new_id)
-    if (store / new_id).exists():
+    if runs.run_exists(store, new_id):
         raise ConfigError(f"run {new_id!r} exists in {store}; give --run-id another value")
     named = config.run.model_copy(update={"id": new_id, "store": str(store)})
     config = config.model_copy(update={"run": named})
@@ -225,19 +220,22 @@ def _take_over(
 
 
 @contextmanager
-def _appearing(store: Path, run_id: str) -> Iterator[Path]:
+def _appearing(store: str | Path, run_id: str) -> Iterator[Path]:
     """Yield a folder to make the run in; it appears in the store, whole, at the end, or not at all."""
-    staging = store / f".fork-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    folder, taken = folder_of(store), ConfigError(f"run {run_id!r} exists in {store}; give --run-id another value")
+    staging, remote = folder / f".fork-{os.getpid()}-{uuid.uuid4().hex[:8]}", remote_store(folder)
     try:
         yield staging
-        with storage_errors(store):
+        if remote is not None and not mirror.publish_run(staging / run_id, remote.within(run_id)):
+            raise taken
+        with storage_errors(folder):
             try:
-                (staging / run_id).rename(store / run_id)
+                (staging / run_id).rename(folder / run_id)
             except OSError as error:
-                if (store / run_id).exists():
-                    raise ConfigError(f"run {run_id!r} exists in {store}; give --run-id another value") from error
+                if (folder / run_id).exists():
+                    raise taken from error
                 raise
-            sync_all([store])
+            sync_all([folder])
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

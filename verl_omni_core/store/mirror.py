@@ -9,6 +9,7 @@ import logging
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from verl_omni_core.store.remote import Remote
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16
+_CLAIM, _LOCK = ".claim", ".lock"
 _SMALL = ("", ".json")
 """Ends of the names of files that one request brings: markers and records."""
 _DECIDES = {"steps", "ledger", "lease", EPOCHS, SETTINGS, RUN, REWIND_MARKER}
@@ -138,6 +140,18 @@ def present(root: Path, folder: Path, wanted: Iterable[str]) -> set[str]:
 def steps(root: Path) -> list[int]:
     """Return the steps that have a folder, in order; not all of them need a committed stage."""
     return sorted(int(name) for name in names(root, root / "steps") if name.isdigit())
+
+
+def publish_run(folder: Path, remote: Remote) -> bool:
+    """Write a run that was made aside as objects, what makes it a run last; false if its name is taken.
+
+    A crash in between leaves objects that nobody takes for a run, and the name taken.
+    """
+    if remote.read(RUN) is not None or not remote.create(_CLAIM, uuid.uuid4().bytes):
+        return False
+    files = [path for path in folder.rglob("*") if path.is_file() and path != folder / RUN]
+    _at_once(lambda path: remote.upload(name_in(folder, path), path), [p for p in files if p.name != _LOCK])
+    return remote.create(RUN, (folder / RUN).read_bytes())
 
 
 def pull_run(root: Path) -> None:

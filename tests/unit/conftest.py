@@ -1,4 +1,4 @@
-"""An object store for the tests of this folder."""
+"""An object store for the tests of these folders."""
 
 import uuid
 from collections.abc import Iterator
