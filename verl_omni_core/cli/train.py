@@ -62,7 +62,7 @@ def _named(config: "RunConfig", profile: str) -> "RunConfig":
 def _of_the_run(run_id: str | None, overrides: Sequence[str]) -> "RunConfig":
     """Return the settings that a run had last, with changes; its place is that of the changes, or the default."""
     from verl_omni_core.errors import ConfigError
-    from verl_omni_core.settings.loader import apply_overrides, load, override_names
+    from verl_omni_core.settings.loader import apply_overrides, load, of_a_new_start, override_names
     from verl_omni_core.stages.trained import config_of
     from verl_omni_core.store.runs import open_run
 
@@ -70,7 +70,7 @@ def _of_the_run(run_id: str | None, overrides: Sequence[str]) -> "RunConfig":
         raise ConfigError("neither a profile nor --run-id is given; name a profile, or a run that exists")
     place = [text for text in overrides if override_names([text]) == ["run.store"]]
     store = load(overrides=place).config.run.store
-    config = apply_overrides(config_of(open_run(store, run_id)), overrides)
+    config = apply_overrides(of_a_new_start(config_of(open_run(store, run_id))), overrides)
     return config.model_copy(update={"run": config.run.model_copy(update={"id": run_id, "store": store})})
 
 

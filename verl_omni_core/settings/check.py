@@ -71,17 +71,22 @@ def check(config: RunConfig, *, splits: tuple[resolve.Split, ...] = SPLITS) -> C
 
 
 def _store(found: CheckedRun) -> None:
-    if places.is_remote(found.config.run.store):
+    check_store(found.config)
+
+
+def check_store(config: RunConfig) -> None:
+    """Raise ConfigError if runs cannot be written where the settings say; tries nothing on a local file system."""
+    if places.is_remote(config.run.store):
         try:
-            Remote.parse(found.config.run.store).impatient(_STORE_S).check()
+            Remote.parse(config.run.store).impatient(_STORE_S).check()
         except StoreError as error:
             raise ConfigError(f"run.store: {error}") from error
         return
-    store = Path(found.config.run.store).absolute()
+    store = Path(config.run.store).absolute()
     there = next(path for path in (store, *store.parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"run.store is {str(store)!r}, but {there} is a file; give a folder or a new name")
-    own = store / (found.config.run.id or "")
+    own = store / (config.run.id or "")
     for folder in (there, *(own / name for name in ("", "steps", "ledger", "epoch"))):
         why = why_unwritable(folder) if folder.is_dir() else None
         if why is not None:

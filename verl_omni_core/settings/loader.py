@@ -94,6 +94,11 @@ def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     return _merge([_overrides_layer(overrides), Layer(config.model_dump(), {})])
 
 
+def of_a_new_start(config: RunConfig) -> RunConfig:
+    """Return a run's settings without those that concern only the start that had them."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto", "end_by": None})})
+
+
 def override_names(overrides: Sequence[str]) -> list[str]:
     """Return the dotted names that ``a.b=c`` texts set."""
     return [text.partition("=")[0].strip() for text in overrides]

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_omni_core.errors import ConfigError, StoreError
 from verl_omni_core.settings.check import check
-from verl_omni_core.settings.loader import apply_overrides, override_names
+from verl_omni_core.settings.loader import apply_overrides, of_a_new_start, override_names
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.stages.keys import stage_key
@@ -137,7 +137,7 @@ def _settings(
         raise ConfigError(
             f"--set {taken[0]}: a fork lies in its parent's store; name it with --run-id, and the store with --store"
         )
-    config = apply_overrides(config_of(parent), overrides)
+    config = apply_overrides(of_a_new_start(config_of(parent)), overrides)
     if new_id is None:
         new_id = next(name for name in _derived_ids(parent.run_id, base) if not runs.run_exists(store, name))
     runs.check_name(new_id)

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_omni_core.errors import ConfigError, FencedError, StoreError
 from verl_omni_core.identity import digest
-from verl_omni_core.settings.check import check
+from verl_omni_core.settings.check import check, check_store
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages.checkpoint import STAGE as CHECKPOINT
 from verl_omni_core.stages.ending import let_go_on_failure
@@ -66,6 +66,8 @@ def open_run(config: RunConfig, origins: Mapping[str, str] | None = None, *, req
     if folder is None or folder.config_digest != digest(config.model_dump(mode="json")):
         check(config)  # seconds that a run which goes on as it was need not spend again
         folder = folder or _created(config, request)
+    else:
+        check_store(config)
     if config.run.id is None:
         config = config_of(folder)
     let_go(str(folder.root))

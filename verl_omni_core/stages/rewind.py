@@ -20,6 +20,7 @@ from verl_omni_core.store.attempt import attempt_folder
 from verl_omni_core.store.collected import is_collected
 from verl_omni_core.store.durable_files import safe_name, sync_all
 from verl_omni_core.store.ledger import REWIND, Ledger, standing
+from verl_omni_core.store.lineage import base_step
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.places import REWIND_MARKER
 from verl_omni_core.store.rejection import reject_step
@@ -99,7 +100,12 @@ def refuse_step(root: Path, step: int, request: str | None = None) -> None:
     """
     if _has_gone_back(Ledger(root), request):
         return
-    done = runs.steps_done(root)
+    done, base = runs.steps_done(root), base_step(root)
+    if step < base:
+        raise ConfigError(
+            f"run.resume is {step}, but run {root.name!r} is a fork that begins after step {base}; give that or a "
+            "later step, or fork its parent from an earlier one"
+        )
     if step > done:
         raise ConfigError(
             f"run.resume is {step}, but run {root.name!r} has done {done} steps; give a step up to that, or auto to go "

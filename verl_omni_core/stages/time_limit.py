@@ -10,7 +10,9 @@ from verl_omni_core.stages.finish import close
 from verl_omni_core.stages.log import STAGE as LOG
 from verl_omni_core.stages.metric_table import metrics_of
 from verl_omni_core.stages.plan import STAGE as FIRST_STAGE
+from verl_omni_core.stages.progress_budget import record_ending
 from verl_omni_core.stages.session import RunRef, Session, session_of
+from verl_omni_core.store.lineage import base_step
 from verl_omni_core.store.runs import STOPPED, open_run
 
 
@@ -51,9 +53,10 @@ def stop_early(run: RunRef, step: int) -> str:
     """
     session = session_of(run)
     config, folder = session.config, session.folder()
-    if step > 0:
+    if step > base_step(session.root):  # of the step that a fork begins after it has one
         commit_state(session, step)
     folder.write_progress(status=STOPPED, step=step)
+    record_ending(session.root, run.epoch, STOPPED)
     close(session)
     return (
         f"Run {folder.run_id} stopped after step {step} of {config.run.steps}: its time ends at {config.run.end_by}.\n"

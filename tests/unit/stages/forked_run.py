@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.stages.trained_run import Trainer
 from tests.workers import committed_step
 from verl_omni_core.settings.run import RunConfig
 from verl_omni_core.stages import opening
@@ -15,16 +16,8 @@ from verl_omni_core.stages.session import RunRef, Session, let_go, session_of
 from verl_omni_core.stages.sync import AVERAGE, POLICY, weights_artifact
 from verl_omni_core.stages.update import update
 from verl_omni_core.store.manifest import ArtifactRef
-from verl_omni_core.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 STEPS, CHECKPOINTS = 3, (1, 2)
-
-
-class Trainer(ActorRolloutRefWorker):
-    """One rank in this process, with what a group adds."""
-
-    def version(self) -> int:
-        return self.ping().version
 
 
 def settings(pipeline: Path, store: Path, **run: Any) -> RunConfig:
