@@ -21,11 +21,10 @@ def refuse_unsound(folder: RunFolder, config: RunConfig) -> None:
     store, done = RunStore(folder.root), steps_done(folder.root)
     Ledger(folder.root).check_complete(done)
     for step in (done, done + 1):
-        stages = folder.root / "steps" / f"{step:06d}"
-        for stage in sorted(stages.iterdir()) if stages.is_dir() else ():
-            ref = store.find(step, stage.name)
+        for stage in store.stages(step):
+            ref = store.find(step, stage)
             # a damaged checkpoint is passed over for the one before it
-            if ref is not None and stage.name != CHECKPOINT:
+            if ref is not None and stage != CHECKPOINT:
                 store.manifest(ref)
     for step in reversed(store.steps()):
         try:

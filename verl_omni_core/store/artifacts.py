@@ -89,8 +89,8 @@ class RunStore:
 
     def stages(self, step: int) -> list[str]:
         """Return the stages of a step that have a folder, by name; not all of them need be committed."""
-        folder = Path(self.root) / "steps" / f"{step:06d}"
-        return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+        names = mirror.names(Path(self.root), Path(self.root) / "steps" / f"{step:06d}")
+        return sorted(name for name in names if _STAGE.fullmatch(name))
 
     def attempt(
         self,

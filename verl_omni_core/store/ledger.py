@@ -164,7 +164,7 @@ class Ledger:
         if not last:
             return
         try:
-            newest = int(json.loads(self._path(last).read_bytes())["step"])
+            newest = int(json.loads(mirror.read(self.root, self._path(last)))["step"])
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(
                 f"ledger record {last} of run {self.root.name} is damaged ({error!r}); restore it from a copy, or "
@@ -218,7 +218,7 @@ class Ledger:
 
     def _read(self, last: int) -> None:
         for sequence in range(self._known() + 1, last + 1):
-            entry = self._parse(sequence, self._path(sequence).read_bytes())
+            entry = self._parse(sequence, mirror.read(self.root, self._path(sequence)))
             self._records.append(entry)
             self._last_sha256 = entry["sha256"]
 
@@ -234,7 +234,7 @@ class Ledger:
         if self._start.sequence == 0:
             return
         try:
-            entry = json.loads(self._path(self._start.sequence).read_bytes())
+            entry = json.loads(mirror.read(self.root, self._path(self._start.sequence)))
             is_there = entry["sha256"] == _digest(entry) == self._start.sha256
         except (ValueError, KeyError, TypeError):
             is_there = False
