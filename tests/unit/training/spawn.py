@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-DEADLINE_S = 120
+DEADLINE_S = 240
 
 
 def run_ranks(program: str, size: int, place: Path, **arguments: Any) -> list[Any]:
