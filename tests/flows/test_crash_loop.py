@@ -11,7 +11,7 @@ from tests.flows.crash_loop import STARTS
 from tests.flows.test_resume import LIMIT_S, ROOT
 from verl_omni_core.store.lease import newest_epoch
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.timeout(400)]
 
 
 def test_flow_runs_beyond_the_budget_end_failed_with_the_reason_and_without_a_start(tmp_path: Path) -> None:

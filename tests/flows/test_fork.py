@@ -16,7 +16,7 @@ from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.runs import list_runs, open_run
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.timeout(900)]
 
 BASE, STEPS = 2, 4
 

@@ -17,7 +17,7 @@ from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.places import folder_of
 from verl_omni_core.store.runs import list_runs
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

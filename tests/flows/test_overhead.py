@@ -34,6 +34,7 @@ def test_commit_and_opening_are_measured_against_their_bounds(tmp_path):
     assert found["open"]["steps"] == 200 and found["open"]["without_index_s"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_the_drivers_memory_is_measured_over_steps_as_prefect_tasks(tmp_path):
     found = lines(tmp_path, "memory")

@@ -14,7 +14,7 @@ from verl_omni_core.online import train
 from verl_omni_core.stages.ending import end_run
 from verl_omni_core.store.runs import list_runs
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
