@@ -81,7 +81,8 @@ def test_an_interrupted_run_can_be_torn_down_by_the_process_that_ran_it(runs: Pa
 
 
 def test_an_evaluation_that_breaks_off_leaves_no_actor(runs: Path) -> None:
-    overrides = [item for item in small.overrides("x", runs) if not item.startswith("run.")]
+    own = ("run.", "cluster.keep_actors")  # an evaluation sets them itself
+    overrides = [item for item in small.overrides("x", runs) if not item.startswith(own)]
     plan = plan_evaluation(small.DEMO, store=runs, overrides=[*overrides, "rollout.name=diffusers"], run_id="judged")
     with small.before(0, "validate", small.stop), pytest.raises(small.Stopped):
         evaluate(plan)
