@@ -26,7 +26,7 @@ def run_name() -> str:
 
 def finished_run(config: RunConfig) -> str | None:
     """Return what to say of a run of which nothing is left to do; none if something is."""
-    return opening.finished(config)
+    return opening.finished(config, request=flow_run.id)
 
 
 @task(name="open", **STAGE)

@@ -122,10 +122,14 @@ def run_in_the_foreground(config: "RunConfig", origins: dict[str, str] | None, p
 def _surrounded(config: "RunConfig", origins: dict[str, str] | None, prefect: bool, display: "Progress") -> str:
     from verl_omni_core.cluster import prefect_server
     from verl_omni_core.errors import VerlOmniError
+    from verl_omni_core.store.lease import newest_epoch
+    from verl_omni_core.store.places import folder_of
 
     display.message(f"run {config.run.id}: starting Ray{' and Prefect' if prefect else ''}")
     surround(config.cluster, with_prefect=prefect, say=display.message)
     if prefect:
+        root = folder_of(config.run.store).absolute() / str(config.run.id)
+        epoch = newest_epoch(root)
         try:
             return str(flow("online")(config, origins=origins))
         except Exception as error:
@@ -134,6 +138,8 @@ def _surrounded(config: "RunConfig", origins: dict[str, str] | None, prefect: bo
                 raise
             # Prefect only keeps the record: the store knows what is done, and the actors live
             display.message(f"the Prefect server {address} does not answer any more; the run goes on without it")
+            if newest_epoch(root) > epoch:  # the flow has opened the run: what run.resume asked for is done
+                config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
     from verl_omni_core.online import train as run
 
     return run(config, origins)

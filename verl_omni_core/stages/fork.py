@@ -85,6 +85,8 @@ def fork(
     weights = _weights(parent, source, config, base)
     judged = [] if _judges_otherwise(changes) else [(0, SAMPLES), (0, VALIDATE)]
     taken = [ref for at, stage in judged if (ref := source.find(at, stage)) is not None]
+    if any(is_collected(parent.root, ref) for ref in taken):
+        taken = []  # retention let some of it go: the fork judges the base itself, if it is asked to
     lineage = Lineage(
         run_id,
         parent.uuid,
@@ -174,15 +176,16 @@ def _refuse_changes(parent: runs.RunFolder, base: int, changes: Sequence[Change]
 def _weights(parent: runs.RunFolder, source: RunStore, config: RunConfig, base: int) -> list[ArtifactRef]:
     """Return the parent's weights that the fork needs: to draw its first step, and the base to compare with."""
     version = policy_version(base + 1, config.weights.sync_interval)
-    if version < base and source.find(version, STAGES["policy"]) is None:
+    drawing = source.find(version, STAGES["policy"])
+    if version < base and (drawing is None or is_collected(parent.root, drawing)):
         raise ConfigError(
             f"with weights.sync_interval = {config.weights.sync_interval} step {base + 1} is drawn by version "
-            f"{version}, which run {parent.run_id!r} has not synced; use the parent's interval, or one that divides "
-            f"{base}"
+            f"{version}, which run {parent.run_id!r} has not synced, or whose weights it has not kept; use the "
+            f"parent's interval, or one that divides {base}"
         )
     wanted = [(0, "policy"), (version, "policy"), (base, "policy"), (base, "average")]
     found = (source.find(at, STAGES[network]) for at, network in dict.fromkeys(wanted))  # type: ignore[index]
-    return [ref for ref in found if ref is not None]
+    return [ref for ref in found if ref is not None and not is_collected(parent.root, ref)]
 
 
 def _judges_otherwise(changes: Sequence[Change]) -> bool:

@@ -10,10 +10,12 @@ from verl_omni_core.errors import ConfigError
 from verl_omni_core.settings.loader import apply_overrides
 from verl_omni_core.stages.opening import this_process
 from verl_omni_core.stages.retention import Policy, Removal, remove, wanted
+from verl_omni_core.stages.rewind import finish_rewind
 from verl_omni_core.stages.trained import config_of
 from verl_omni_core.store import index
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import Ownership, is_owned, newest_epoch, take_ownership
+from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.runs import RunFolder, open_run
 
 _GROUP = "durability.retention."
@@ -66,6 +68,8 @@ def gc(run_id: str, store: str | Path, *, overrides: Sequence[str] = (), dry_run
     config = apply_overrides(config_of(folder), list(overrides))
     with nullcontext() if dry_run else take_ownership(folder.root, this_process()) as ownership:
         artifacts = RunStore(folder.root, epoch=_epoch(folder, ownership))
+        if not dry_run:  # what a run is going back from must not count as what it keeps
+            finish_rewind(artifacts, Ledger(folder.root, epoch=artifacts.epoch))
         policy = Policy(artifacts, config, folder.uuid, index.finished_steps(artifacts), record=not dry_run)
         removals, lines = list(wanted(policy)), []
         stale = [(attempt, _own_bytes(attempt)) for attempt in artifacts.stale_attempts()]

@@ -31,6 +31,7 @@ from verl_omni_core.store.collected import is_collected
 from verl_omni_core.store.lease import Ownership, describe_holder, is_owned, take_ownership
 from verl_omni_core.store.ledger import Ledger
 from verl_omni_core.store.lineage import base_step
+from verl_omni_core.store.places import REWIND_MARKER
 from verl_omni_core.training.checkpoint_files import INDEX_FILE
 from verl_omni_core.version import __version__
 from verl_omni_core.workers.actors import Actors
@@ -115,16 +116,27 @@ def attach(ref: RunRef) -> Session:
 def restore(session: Session) -> None:
     """Bring a fresh trainer to the newest checkpoint that is whole; later updates are replayed from stored batches.
 
+    So is a living one that did not serve the owner before this one: the run may have gone another way without it.
+
     With ``durability.level = none`` they are not: what came after the checkpoint is set aside and done again.
 
     Raises:
         StoreError: a fork has none: the batches before its first step are its parent's.
     """
-    if session.actors.trainer.version() > 0:
-        return
+    trainer = session.actors.trainer
+    if trainer.version() > 0:
+        if trainer.owned_since() >= session.ref.epoch - 1:
+            trainer.obey(session.ref.epoch)
+            return
+        logger.warning(
+            "somebody else owned run %s since its trainer worked last: the trainer goes on from the newest checkpoint",
+            session.root.name,
+        )
+        trainer.reset()
+    trainer.obey(session.ref.epoch)
     done = runs.steps_done(session.root)
     _load_newest(session, done)
-    held = session.actors.trainer.version()
+    held = trainer.version()
     if durability_level(session.config) == "none" and held < done:
         set_aside(session, held, f"durability.level is none, so that step {held + 1} to {done} are done again")
 
@@ -197,14 +209,18 @@ def resumed(config: RunConfig, request: str | None = None) -> runs.RunFolder | N
     return folder
 
 
-def finished(config: RunConfig) -> str | None:
+def finished(config: RunConfig, request: str | None = None) -> str | None:
     """Return what to say of a run that these settings would go on with if nothing of it is left to do. Changes nothing.
 
+    Args:
+        request: see :func:`open_run`.
     Raises: see :func:`resumed`.
     """
-    folder = resumed(config)
+    folder = resumed(config, request)
     if folder is None or is_owned(folder.root) or isinstance(config.run.resume, int):
         return None
+    if (folder.root / REWIND_MARKER).exists():
+        return None  # it is on its way back to an earlier step
     told = finished_summary(folder.root, config.run.steps)
     if told is None:
         return None

@@ -115,11 +115,13 @@ class Policy:
 
     @property
     def last_weighed(self) -> int:
-        """Last step whose weights may go; 0 if none may: those of step 0 are what training began with."""
+        """Last step whose weights may go; at most 0 if none may: those of step 0 are what training began with."""
         kept = self.settings.weight_steps
         if kept is None:
             return 0
-        return min(self.done - kept, policy_version(self.done + 1, self.config.weights.sync_interval) - 1)
+        # whoever resumes from the newest verified snapshot loads the weights that draw the step after it
+        resumed = min(self.verified_step, self.done)
+        return min(self.done - kept, policy_version(resumed + 1, self.config.weights.sync_interval) - 1)
 
     def samples(self, step: int) -> Found:
         """Return what goes of a step's samples once its trajectories may."""

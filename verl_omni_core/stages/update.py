@@ -9,7 +9,7 @@ from verl_omni_core.stages.metric_table import metric_table
 from verl_omni_core.stages.observe import stage
 from verl_omni_core.stages.session import RunRef, Session, session_of
 from verl_omni_core.stages.trained import STAGES
-from verl_omni_core.store.ledger import standing
+from verl_omni_core.store.ledger import FORK, standing
 from verl_omni_core.store.manifest import ArtifactRef
 from verl_omni_core.store.rejection import reject
 from verl_omni_core.workers.commands import UpdateCommand
@@ -122,7 +122,7 @@ def _compare_with_synced(session: Session, step: int) -> None:
     fork = {
         "update_id": f"{step:06d}/fork-{session.ref.epoch}",
         "step": step,
-        "kind": "fork",
+        "kind": FORK,
         "version_before": step,
         "version_after": step,
         "batch_digest": "",

@@ -90,7 +90,14 @@ def collect(attempt: Path, files: Sequence[FileRecord], *, setting: str, value: 
             "fence_epoch": epoch,
             "collected": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        mirror.create_copied(_run_of(attempt), _next_note(attempt), json.dumps(note, indent=1).encode())
+        root, path = _run_of(attempt), _next_note(attempt)
+        try:
+            mirror.create_copied(root, path, json.dumps(note, indent=1).encode())
+        except FileExistsError:
+            if not mirror.pull(root, path):
+                raise
+            # an earlier owner noted it on another machine; this one still has copies of what went
+            return collect(attempt, files, setting=setting, value=value, epoch=epoch)
     for file in present:
         mirror.delete(_run_of(attempt), attempt / safe_name(file.name))
         (attempt / safe_name(file.name)).unlink(missing_ok=True)

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _OR_GO_ON = "fork the run from a snapshot before that (verl-omni fork)"
 _OWN = ("sequence", "fence_epoch", "wall_time", "previous_sha256", "sha256")
 
+FORK = "fork"
+"""Kind of the record of a replay that came to other weights than were synced when its step was first made."""
 REWIND = "rewind"
 """Kind of the record that takes back those before it whose step comes after its ``to_version``."""
 
@@ -163,18 +165,26 @@ class Ledger:
             raise self._lacks(gap, last)
         if not last:
             return
-        try:
-            newest = int(json.loads(mirror.read(self.root, self._path(last)))["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(
-                f"ledger record {last} of run {self.root.name} is damaged ({error!r}); restore it from a copy, or "
-                f"{_OR_GO_ON}"
-            ) from error
+        newest = 0
+        for sequence in range(last, 0, -1):
+            newest, kind = self._step_and_kind(sequence)
+            if kind != FORK:  # a replay that differed was noted under the step that it repeated
+                break
         if newest < step:
             raise StoreError(
                 f"ledger of run {self.root.name} ends with step {newest}, but the update of step {step} is committed; "
                 f"restore the records from {last + 1} on from a copy, or {_OR_GO_ON}"
             )
+
+    def _step_and_kind(self, sequence: int) -> tuple[int, str]:
+        try:
+            record = json.loads(mirror.read(self.root, self._path(sequence)))
+            return int(record["step"]), str(record.get("kind", ""))
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(
+                f"ledger record {sequence} of run {self.root.name} is damaged ({error!r}); restore it from a copy, or "
+                f"{_OR_GO_ON}"
+            ) from error
 
     def as_table(self) -> pa.Table:
         """Return the records as a table ``updates``; other fields of a record are in ``record_json``."""

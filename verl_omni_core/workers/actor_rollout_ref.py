@@ -98,8 +98,10 @@ class ActorRolloutRefWorker(TrainerState):
         self._worker = self._build(ranks, device)
 
     @ray.method(concurrency_group=CONTROL)
-    def ping(self) -> RankState:
-        """Return how this rank stands."""
+    def ping(self, epoch: int | None = None) -> RankState:
+        """Return how this rank stands; with an epoch, once it obeys that owner alone."""
+        if epoch is not None:
+            self._obey(epoch)
         return RankState(self._rank, os.getpid(), self._worker is not None, self._version, self._epoch)
 
     def update_actor(self, command: UpdateCommand) -> UpdateResult:

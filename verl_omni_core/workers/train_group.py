@@ -113,6 +113,14 @@ class TrainGroup:
         """Return how each rank stands; answered also while it computes."""
         return self._all("ping", timeout_s=_PING_S)
 
+    def owned_since(self) -> int:
+        """Return the oldest epoch that any rank obeys; 0 if one has never had an owner."""
+        return min(state.epoch for state in self.states())
+
+    def obey(self, epoch: int) -> None:
+        """Let every rank obey the owner of ``epoch``, and refuse older ones from now on."""
+        self._all("ping", epoch, timeout_s=_PING_S)
+
     def version(self) -> int:
         """Return the policy version that all ranks hold.
 

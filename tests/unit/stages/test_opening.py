@@ -26,11 +26,18 @@ from verl_omni_core.training.checkpoint import INDEX_FILE
 @dataclass
 class _Trainer:
     held: int = 0
+    epoch: int = 0
     loaded: list[str] = field(default_factory=list)
     refused: set[int] = field(default_factory=set)
 
     def version(self) -> int:
         return self.held
+
+    def owned_since(self) -> int:
+        return self.epoch
+
+    def obey(self, epoch: int) -> None:
+        self.epoch = epoch
 
     def load_checkpoint(self, folder: str) -> int:
         step = int(Path(folder).parents[2].name)
@@ -167,6 +174,18 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, tra
         (True, False),
         (False, True),
     ]
+
+
+def test_a_living_trainer_goes_on_for_the_next_owner_and_is_restored_where_another_came_between(
+    tmp_path, trainer, monkeypatch
+):
+    root = _run_of_three_steps(tmp_path, monkeypatch)
+    for _ in range(2):  # the first brings the fresh trainer to step 3, the second finds it there
+        _opened(_settings(tmp_path, "run.id=a"))
+    assert (trainer.held, len(trainer.loaded)) == (3, 1)
+    take_ownership(root, "on another cluster").release()
+    _opened(_settings(tmp_path, "run.id=a"))
+    assert (trainer.held, len(trainer.loaded)) == (3, 2)
 
 
 def _run_of_three_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

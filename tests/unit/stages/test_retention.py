@@ -231,6 +231,15 @@ def test_weights_of_validated_and_of_kept_steps_of_the_newest_and_of_the_first_s
     assert [step for step in range(0, 11, 2) if readable(store, step, "sync")["weights"]] == left
 
 
+def test_weights_that_a_trainer_restored_from_the_newest_snapshot_needs_stay(store):
+    commit(store, 0, "sync")
+    for step in range(1, 10):
+        do_step(store, step, without=() if step in (2, 4) else ("checkpoint",))
+    policy = Policy(store, config(checkpoints=None, weight_steps=1), UUID, 9)
+    remove(policy, wanted(policy))
+    assert [step for step in range(10) if readable(store, step, "sync")["weights"]] == [0, 4, 5, 6, 7, 8, 9]
+
+
 def test_held_out_samples_keep_pictures_and_seeds_and_lose_embeddings(store):
     for step in (0, 1):
         do_step(store, step, validated=True)

@@ -28,6 +28,12 @@ class Trainer(ActorRolloutRefWorker):
     def version(self) -> int:
         return self.ping().version
 
+    def owned_since(self) -> int:
+        return self.ping().epoch
+
+    def obey(self, epoch: int) -> None:
+        self.ping(epoch)
+
     def finish_snapshot(self, attempt: Attempt) -> Any:
         return super().finish_snapshot(attempt, 60)
 

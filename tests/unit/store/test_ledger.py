@@ -187,3 +187,13 @@ def test_any_record_that_is_missing_is_told_without_reading_the_others(tmp_path_
         return
     with pytest.raises(StoreError, match=f"lacks record {min(lost)} of|ends with step {left[-1]}, but the update of"):
         Ledger(root).check_complete(count)
+
+
+def test_a_replay_that_was_noted_under_the_step_that_it_repeated_does_not_end_the_ledger_early(tmp_path):
+    ledger = Ledger(tmp_path)
+    for step in (1, 2, 3):
+        ledger.append({"step": step, "kind": "opt"})
+    ledger.append({"step": 2, "kind": "fork"})
+    Ledger(tmp_path).check_complete(3)
+    with pytest.raises(StoreError, match="ends with step 3, but the update of step 4"):
+        Ledger(tmp_path).check_complete(4)
