@@ -62,7 +62,8 @@ def render(outcomes: Iterable[Outcome]) -> str:
     for heading, cases in GROUPS.items():
         rows = [_row(fault, known[case]) for case, fault in cases.items() if case in known]
         head = "| fault | what happened | seconds | packs | equal |\n|---|---|---|---|---|"
-        parts.append("\n".join([f"## {heading}\n", head, *rows]) + "\n")
+        if rows:
+            parts.append("\n".join([f"## {heading}\n", head, *rows]) + "\n")
     return "\n".join(parts)
 
 
