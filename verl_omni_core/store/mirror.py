@@ -22,6 +22,8 @@ from verl_omni_core.store.remote import Remote
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16
+_LARGEST = 2**25
+"""Bytes of a file that only informs, beyond which it stays here: its upload would hold up the lease's renewal."""
 _CLAIM, _LOCK = ".claim", ".lock"
 _SMALL = ("", ".json")
 """Ends of the names of files that one request brings: markers and records."""
@@ -268,7 +270,7 @@ class Informing:
                 try:
                     state = path.stat()
                     seen = (state.st_mtime_ns, state.st_size)
-                    if self._pushed.get(path) != seen:
+                    if state.st_size <= _LARGEST and self._pushed.get(path) != seen:
                         self._remote.upload(name_in(self._root, path), path)
                         self._pushed[path] = seen
                 except OSError as error:  # a StoreError too; or the file is gone

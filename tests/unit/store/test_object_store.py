@@ -19,7 +19,7 @@ from verl_omni_core.errors import ConfigError, FencedError, StoreError
 from verl_omni_core.settings.check import check
 from verl_omni_core.settings.loader import load
 from verl_omni_core.store import attempt as attempt_module
-from verl_omni_core.store import remote_lease, runs, trusted
+from verl_omni_core.store import mirror, remote_lease, runs, trusted
 from verl_omni_core.store.artifacts import RunStore
 from verl_omni_core.store.lease import Ownership, is_owned, owners, take_ownership
 from verl_omni_core.store.ledger import Ledger
@@ -264,6 +264,14 @@ def test_a_lease_is_renewed_while_its_owner_works(a, b, monkeypatch):
     assert remote_of(b).read("report.html") == b"whole"
     assert json.loads(remote_of(b).read("lease/1.json"))["released"]
     assert not [name for name in objects(b) if "lock" in name or ".tmp" in name]
+
+
+def test_a_large_file_that_only_informs_does_not_hold_up_the_lease(a, b, monkeypatch):
+    monkeypatch.setattr(mirror, "_LARGEST", 10)
+    with take_ownership(a, "flow"):
+        (a / "report.html").write_bytes(bytes(10))
+        (a / "curves.html").write_bytes(bytes(11))
+    assert "report.html" in objects(b) and "curves.html" not in objects(b)
 
 
 def test_a_server_that_replaces_what_was_only_to_be_created_is_refused(a, uri, endpoint, tmp_path):
