@@ -33,9 +33,11 @@ def fork(
     if not start:
         print(f"start it: verl-omni train --run-id {made.run.run_id} --set run.store={store}")
         return
-    from verl_omni_core.cli.train import run_in_the_foreground
+    from verl_omni_core.cli.train import run_in_the_foreground, tell_the_scheduler, until_the_machines_end
 
-    print(run_in_the_foreground(made.config, None, prefect))
+    config = until_the_machines_end(made.config)
+    print(run_in_the_foreground(config, None, prefect))
+    tell_the_scheduler(config)
 
 
 def _lines(made: "Forked") -> list[str]:

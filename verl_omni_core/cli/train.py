@@ -47,7 +47,7 @@ def train(
         told = nothing_to_do(config)
     print(told or run_in_the_foreground(config, origins, prefect))
     if told is None:
-        _tell_the_scheduler(config)
+        tell_the_scheduler(config)
 
 
 def _named(config: "RunConfig", profile: str) -> "RunConfig":
@@ -70,11 +70,18 @@ def _of_the_run(run_id: str | None, overrides: Sequence[str]) -> "RunConfig":
         raise ConfigError("neither a profile nor --run-id is given; name a profile, or a run that exists")
     place = [text for text in overrides if override_names([text]) == ["run.store"]]
     store = load(overrides=place).config.run.store
-    config = apply_overrides(of_a_new_start(config_of(open_run(store, run_id))), overrides)
+    config = apply_overrides(until_the_machines_end(of_a_new_start(config_of(open_run(store, run_id)))), overrides)
     return config.model_copy(update={"run": config.run.model_copy(update={"id": run_id, "store": store})})
 
 
-def _tell_the_scheduler(config: "RunConfig") -> None:
+def until_the_machines_end(config: "RunConfig") -> "RunConfig":
+    """Return settings with the end of the machine's time as this start is told of it, by its scheduler for instance."""
+    from verl_omni_core.settings.loader import load
+
+    return config.model_copy(update={"run": config.run.model_copy(update={"end_by": load().config.run.end_by})})
+
+
+def tell_the_scheduler(config: "RunConfig") -> None:
     """End with a code of its own where the run stopped early: whoever starts jobs starts this one again."""
     from verl_omni_core.stages.time_limit import stopped_early
 

@@ -3,6 +3,7 @@
 import http.server
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,11 @@ def test_a_runs_own_error_is_not_taken_for_a_lost_server(lost_flow, tmp_path: Pa
     lost_flow(EngineError("the engine stopped"), f"http://127.0.0.1:{services.free_port()}/api")
     done = invoke(tmp_path)
     assert done.exit_code == 1 and "the engine stopped" in done.stderr
+
+
+def test_a_run_that_goes_on_without_a_profile_knows_when_its_machines_time_ends(monkeypatch, tmp_path: Path) -> None:
+    finish(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "4102444800")
+    told = train._of_the_run("r", [f"run.store={tmp_path}", "run.steps=9"]).run
+    assert (told.end_by, told.steps) == (datetime(2100, 1, 1, tzinfo=UTC), 9)
+    assert train._of_the_run("r", [f"run.store={tmp_path}", "run.end_by=2099-01-01T00:00:00Z"]).run.end_by.year == 2099
