@@ -39,7 +39,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture(autouse=True)
 def without_actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    actors = SimpleNamespace(trainer=SimpleNamespace(version=lambda: 0), describe_engines=list)
+    actors = SimpleNamespace(trainer=SimpleNamespace(version=lambda: 0, obey=lambda epoch: None), describe_engines=list)
     monkeypatch.setattr(opening, "check", lambda config: None)
     monkeypatch.setattr(opening, "plan", lambda run, step: None)
     monkeypatch.setattr(opening.Actors, "start_or_find", lambda *_, **__: actors)
